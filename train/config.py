@@ -1,0 +1,203 @@
+"""Everything that defines a training run, as frozen nested dataclasses. Imports no jax, so `--help` answers at once."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from transformer_config import TransformerConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorpusConfig:
+    """Which parallel text to train on."""
+
+    kind: Literal["demo", "files"] = "demo"
+    """`demo` is built from Unicode CLDR at run time; `files` reads line-aligned files, plain or .gz, in `path`."""
+    path: Path | None = None
+    """Folder that holds `<split>.<language>` or `<split>.<language>.gz` for every split and both languages."""
+    source_language: str = "de"
+    target_language: str = "en"
+    train_split: str = "train"
+    validation_split: str = "val"
+    test_split: str = "test_2016_flickr"
+    num_pairs: int = 20_000
+    """Distinct pairs of the demo corpus, held-out ones included."""
+    seed: int = 0
+    """Of the demo corpus: which combinations are drawn and which are held out."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "files" and self.path is None:
+            raise ValueError("corpus.path: expected a folder of line-aligned files with corpus.kind='files', got None")
+        _expect_positive("corpus", self, "num_pairs")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Joint byte-level BPE over both languages."""
+
+    vocab_size: int = 8_000
+    """Pieces, special ones and the 256 bytes included; fewer if the text has no more merges to learn."""
+    split_digits: bool = False
+    """One piece a digit, so that numbers never seen in training can be spelled."""
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 260:
+            raise ValueError(
+                f"tokenizer.vocab_size: expected at least 260 (256 bytes and 4 special pieces), got {self.vocab_size}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Batches of fixed shapes under a token budget."""
+
+    max_tokens: int = 2_500
+    """Padded positions a side in one batch, at most."""
+    num_buckets: int = 6
+    """Shapes, and so compilations of the training step, at most."""
+    max_len: int = 128
+    """Pairs with more pieces than this on either side, end of sentence included, are left out, counted and reported."""
+
+    def __post_init__(self) -> None:
+        _expect_positive("batch", self, "max_tokens", "num_buckets", "max_len")
+        if self.max_len > self.max_tokens:
+            raise ValueError(
+                f"batch.max_tokens: expected at least batch.max_len={self.max_len}, so that any pair fits, "
+                f"got {self.max_tokens}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Adam with the Noam schedule (paper 5.3) and clipping by global norm."""
+
+    b1: float = 0.9
+    b2: float = 0.98
+    eps: float = 1e-9
+    noam_factor: float = 1.0
+    """Multiplies the paper's learning rate."""
+    warmup_steps: int = 4_000
+    clip_norm: float | None = 1.0
+    """Global norm to which gradients are scaled down; None leaves them."""
+
+    def __post_init__(self) -> None:
+        _expect_positive("optimizer", self, "eps", "noam_factor", "warmup_steps")
+        for name in ("b1", "b2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"optimizer.{name}: expected a rate in [0, 1), got {getattr(self, name)}")
+        if self.clip_norm is not None:
+            _expect_positive("optimizer", self, "clip_norm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """What is measured on held-out text, and how often."""
+
+    every_epochs: int = 1
+    """Validation loss after every so many epochs, and after the last."""
+    bleu_every_epochs: int | None = None
+    """Greedy BLEU on the validation split after every so many epochs; None: only after the last."""
+    batch_size: int = 64
+    """Sentences in a decoding batch."""
+    max_decode_len: int = 128
+    """Pieces of a translation, at most."""
+
+    def __post_init__(self) -> None:
+        _expect_positive("evaluation", self, "every_epochs", "batch_size", "max_decode_len")
+        if self.bleu_every_epochs is not None:
+            _expect_positive("evaluation", self, "bleu_every_epochs")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the run is saved, and how much of it is kept."""
+
+    every_steps: int = 500
+    """Also saved at the end of every epoch."""
+    keep: int = 3
+    """Checkpoints kept, the newest ones."""
+
+    def __post_init__(self) -> None:
+        _expect_positive("checkpoint", self, "every_steps", "keep")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run. The vocabulary sizes of `model` are replaced by the tokenizer's once it is trained.
+
+    Raises ValueError, naming the field, what was expected and what was given.
+    """
+
+    run_dir: Path
+    """Folder of the run: config, tokenizer, checkpoints, metrics. An existing run there is continued."""
+    corpus: CorpusConfig = CorpusConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    model: TransformerConfig = TransformerConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    label_smoothing: float = 0.1
+    """Mass spread evenly over the whole vocabulary (paper 5.4)."""
+    epochs: int = 20
+    max_steps: int | None = None
+    """Stop after so many steps, whatever the epoch."""
+    seed: int = 0
+    """Of initialisation, dropout and the order of batches."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing: expected a share in [0, 1), got {self.label_smoothing}")
+        _expect_positive("train", self, "epochs")
+        if self.max_steps is not None:
+            _expect_positive("train", self, "max_steps")
+        limit = self.model.sequence_limit
+        for name, length in (
+            ("batch.max_len", self.batch.max_len),
+            ("evaluation.max_decode_len", self.evaluation.max_decode_len),
+        ):
+            if limit is not None and length > limit:
+                raise ValueError(f"{name}: expected at most the {limit} positions of the model's table, got {length}")
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed; validated again."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain JSON values, nested."""
+        return _plain(dataclasses.asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`. Raises ValueError that names any field this version does not know."""
+        return _from_plain(cls, values, "")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return str(value) if isinstance(value, Path) else value
+
+
+def _from_plain[T](cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(prefix + name for name in set(values) - set(fields))
+    if unknown:
+        raise ValueError(f"expected fields of {cls.__name__}, got unknown {', '.join(unknown)}")
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        kind = fields[name].type
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            arguments[name] = _from_plain(kind, value, f"{prefix}{name}.")
+        elif value is not None and kind in (Path, Path | None):
+            arguments[name] = Path(value)
+        else:
+            arguments[name] = value
+    return cls(**arguments)
+
+
+def _expect_positive(section: str, config: Any, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{section}.{name}: expected more than 0, got {getattr(config, name)!r}")
