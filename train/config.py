@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from transformer_config import TransformerConfig
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,7 +182,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _from_plain[T](cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
+def _from_plain(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(prefix + name for name in set(values) - set(fields))
     if unknown:
