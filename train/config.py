@@ -10,6 +10,12 @@ from transformer_config import TransformerConfig
 T = TypeVar("T")
 
 
+def _expect_positive(section: str, config: Any, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{section}.{name}: expected more than 0, got {getattr(config, name)!r}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
     """Which parallel text to train on."""
@@ -197,9 +203,3 @@ def _from_plain(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
         else:
             arguments[name] = value
     return cls(**arguments)
-
-
-def _expect_positive(section: str, config: Any, *names: str) -> None:
-    for name in names:
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{section}.{name}: expected more than 0, got {getattr(config, name)!r}")
