@@ -1,0 +1,51 @@
+"""Linear and layer norm with the compute dtype apart from the parameters' dtype."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from transformer_config import TransformerConfig
+
+
+def wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x` in float32, or as it is where that is wider: softmax, norms and loss do not run in half width."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def linear(config: TransformerConfig, in_features: int, out_features: int, *, rngs: nnx.Rngs) -> nnx.Linear:
+    """x W + b with Xavier-uniform W and zero b; W is (in_features, out_features), the transpose of torch's."""
+    return nnx.Linear(
+        in_features,
+        out_features,
+        use_bias=config.use_bias,
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        kernel_init=nnx.initializers.xavier_uniform(),
+        bias_init=nnx.initializers.zeros_init(),
+        rngs=rngs,
+    )
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / √(variance + eps) · scale + bias over the last axis (Ba et al. 2016).
+
+    The variance is the mean of (x - mean)², not E[x²] - E[x]², which loses everything where the mean is large (P1).
+    """
+
+    def __init__(self, config: TransformerConfig):
+        param_dtype = jnp.dtype(config.param_dtype)
+        self.eps = config.norm_eps
+        self.dtype = jnp.dtype(config.dtype)
+        self.scale = nnx.Param(jnp.ones(config.d_model, param_dtype))
+        self.bias = nnx.Param(jnp.zeros(config.d_model, param_dtype)) if config.use_bias else None
+
+    def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
+        """Normalises each vector on its own."""
+        x = wide(x)
+        centred = x - x.mean(axis=-1, keepdims=True)
+        variance = jnp.square(centred).mean(axis=-1, keepdims=True)
+        normalised = centred * jax.lax.rsqrt(variance + self.eps) * wide(self.scale[...])
+        if self.bias is not None:
+            normalised += wide(self.bias[...])
+        return normalised.astype(self.dtype)

@@ -1,0 +1,228 @@
+"""Encoder, decoder and the whole model (paper 3.1, figure 1)."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from flax_transformer.dropout import NO_DROPOUT, DropoutSource, apply_dropout
+from flax_transformer.embedding import Embedding, Positions
+from flax_transformer.layers import DecoderLayer, EncoderLayer, LayerCache, LayerOutput
+from flax_transformer.masks import AttentionMask, padding_mask
+from flax_transformer.primitives import LayerNorm, linear
+from transformer_config import TransformerConfig
+
+
+class Encoder(nnx.Module):
+    """A stack of encoder layers; with pre-norm a norm at the end."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.gradient_checkpointing = config.gradient_checkpointing
+        self.layers = nnx.List([EncoderLayer(config, rngs=rngs) for _ in range(config.num_encoder_layers)])
+        self.final_norm = LayerNorm(config) if config.norm_order == "pre" else None
+
+    def __call__(
+        self,
+        x: Float[Array, "batch src_len d_model"],
+        *,
+        mask: AttentionMask,
+        dropout: DropoutSource = NO_DROPOUT,
+        return_weights: bool = False,
+    ) -> LayerOutput:
+        """Runs the layers one after the other; weights are named `layers.0.self_attn` and so on."""
+
+        def run(layer: EncoderLayer, x: Array, mask: AttentionMask, dropout: DropoutSource) -> LayerOutput:
+            return layer(x, mask=mask, dropout=dropout, return_weights=return_weights)
+
+        run = nnx.remat(run) if self.gradient_checkpointing else run
+        weights: dict[str, Array] = {}
+        for i, layer in enumerate(self.layers):
+            x, layer_weights = run(layer, x, mask, dropout.at(f"layers.{i}"))
+            weights |= _prefixed(f"layers.{i}", layer_weights)
+        return LayerOutput(x if self.final_norm is None else self.final_norm(x), weights)
+
+
+class Decoder(nnx.Module):
+    """A stack of decoder layers; with pre-norm a norm at the end."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.gradient_checkpointing = config.gradient_checkpointing
+        self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.num_decoder_layers)])
+        self.final_norm = LayerNorm(config) if config.norm_order == "pre" else None
+
+    def __call__(
+        self,
+        x: Float[Array, "batch tgt_len d_model"],
+        memory: Float[Array, "batch src_len d_model"],
+        *,
+        mask: AttentionMask,
+        memory_mask: AttentionMask,
+        dropout: DropoutSource = NO_DROPOUT,
+        return_weights: bool = False,
+    ) -> LayerOutput:
+        """Runs the layers one after the other; weights are named `layers.0.self_attn`, `layers.0.cross_attn`, ..."""
+
+        def run(
+            layer: DecoderLayer,
+            x: Array,
+            memory: Array,
+            mask: AttentionMask,
+            memory_mask: AttentionMask,
+            dropout: DropoutSource,
+        ) -> LayerOutput:
+            return layer(x, memory, mask=mask, memory_mask=memory_mask, dropout=dropout, return_weights=return_weights)
+
+        run = nnx.remat(run) if self.gradient_checkpointing else run
+        weights: dict[str, Array] = {}
+        for i, layer in enumerate(self.layers):
+            x, layer_weights = run(layer, x, memory, mask, memory_mask, dropout.at(f"layers.{i}"))
+            weights |= _prefixed(f"layers.{i}", layer_weights)
+        return LayerOutput(x if self.final_norm is None else self.final_norm(x), weights)
+
+    def step(
+        self,
+        x: Float[Array, "batch 1 d_model"],
+        caches: tuple[LayerCache, ...],
+        *,
+        position: Int[Array, ""],
+        allowed: Bool[Array, "#batch 1 1 max_len"],
+        memory_allowed: Bool[Array, "#batch 1 1 src_len"],
+    ) -> tuple[Float[Array, "batch 1 d_model"], tuple[LayerCache, ...]]:
+        """`__call__` for one new position; see `DecoderLayer.step`."""
+        new_caches = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, cache = layer.step(x, cache, position=position, allowed=allowed, memory_allowed=memory_allowed)
+            new_caches.append(cache)
+        return x if self.final_norm is None else self.final_norm(x), tuple(new_caches)
+
+
+class Transformer(nnx.Module):
+    """Attention Is All You Need, from ids to logits. The default config is the paper's base model."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.src_embedding = Embedding(config.src_vocab_size, config, rngs=rngs)
+        self.tgt_embedding = (
+            self.src_embedding
+            if config.tie_embeddings == "all"
+            else Embedding(config.tgt_vocab_size, config, rngs=rngs)
+        )
+        self.src_positions = Positions(config, rngs=rngs)
+        self.tgt_positions = Positions(config, rngs=rngs)
+        self.encoder = Encoder(config, rngs=rngs)
+        self.decoder = Decoder(config, rngs=rngs)
+        self.output_projection = (
+            linear(config, config.d_model, config.tgt_vocab_size, rngs=rngs)
+            if config.tie_embeddings == "none"
+            else None
+        )
+
+    def __call__(
+        self,
+        src: Int[Array, "batch src_len"],
+        tgt: Int[Array, "batch tgt_len"],
+        *,
+        dropout: DropoutSource = NO_DROPOUT,
+    ) -> Float[Array, "batch tgt_len tgt_vocab"]:
+        """Logits of the token after each position of `tgt`, which starts with bos_id. Padding is pad_id.
+
+        Raises ValueError for ids outside the vocabulary (outside jit, where they can be seen) and for sequences
+        longer than a learned position table.
+        """
+        src_mask = padding_mask(src, pad_id=self.config.pad_id)
+        memory = self.encode(src, src_mask=src_mask, dropout=dropout)
+        return self.decode(tgt, memory, src_mask=src_mask, dropout=dropout)
+
+    def encode(
+        self,
+        src: Int[Array, "batch src_len"],
+        *,
+        src_mask: Bool[Array, "batch src_len"] | None = None,
+        dropout: DropoutSource = NO_DROPOUT,
+    ) -> Float[Array, "batch src_len d_model"]:
+        """The encoder's output, the memory. `src_mask` is True for real tokens; by default those that are not pad_id."""
+        return self._encode(src, src_mask, dropout, return_weights=False).hidden
+
+    def decode(
+        self,
+        tgt: Int[Array, "batch tgt_len"],
+        memory: Float[Array, "batch src_len d_model"],
+        *,
+        src_mask: Bool[Array, "batch src_len"],
+        tgt_mask: Bool[Array, "batch tgt_len"] | None = None,
+        dropout: DropoutSource = NO_DROPOUT,
+    ) -> Float[Array, "batch tgt_len tgt_vocab"]:
+        """Logits of the token after each position of `tgt`, given the memory and which of its positions are real."""
+        return self.logits(self._decode(tgt, memory, src_mask, tgt_mask, dropout, return_weights=False).hidden)
+
+    def attention_weights(
+        self, src: Int[Array, "batch src_len"], tgt: Int[Array, "batch tgt_len"]
+    ) -> dict[str, Float[Array, "batch heads queries keys"]]:
+        """The weights of every attention, before dropout, by name: `decoder.layers.0.cross_attn` and so on."""
+        src_mask = padding_mask(src, pad_id=self.config.pad_id)
+        memory, weights = self._encode(src, src_mask, NO_DROPOUT, return_weights=True)
+        _, decoder_weights = self._decode(tgt, memory, src_mask, None, NO_DROPOUT, return_weights=True)
+        return _prefixed("encoder", weights) | _prefixed("decoder", decoder_weights)
+
+    def logits(self, hidden: Float[Array, "batch length d_model"]) -> Float[Array, "batch length tgt_vocab"]:
+        """The output projection, tied or not (paper 3.4)."""
+        if self.output_projection is None:
+            return self.tgt_embedding.logits(hidden)
+        return self.output_projection(hidden)
+
+    def self_mask(self, keys: Bool[Array, "batch keys"] | None) -> AttentionMask:
+        """Which target positions attend to which: the past, within the window."""
+        return AttentionMask(keys=keys, causal=True, window=self.config.window)
+
+    def _encode(
+        self, src: Array, src_mask: Array | None, dropout: DropoutSource, *, return_weights: bool
+    ) -> LayerOutput:
+        check_ids(src, name="src", vocab_size=self.config.src_vocab_size)
+        keys = padding_mask(src, pad_id=self.config.pad_id) if src_mask is None else src_mask
+        x = self.src_embedding(src) + self.src_positions(src.shape[1])
+        x = apply_dropout(x, dropout.at("src_dropout"), rate=self.config.dropout)
+        mask = AttentionMask(keys=keys, window=self.config.window)
+        return self.encoder(x, mask=mask, dropout=dropout.at("encoder"), return_weights=return_weights)
+
+    def _decode(
+        self,
+        tgt: Array,
+        memory: Array,
+        src_mask: Array,
+        tgt_mask: Array | None,
+        dropout: DropoutSource,
+        *,
+        return_weights: bool,
+    ) -> LayerOutput:
+        check_ids(tgt, name="tgt", vocab_size=self.config.tgt_vocab_size)
+        keys = padding_mask(tgt, pad_id=self.config.pad_id) if tgt_mask is None else tgt_mask
+        x = self.tgt_embedding(tgt) + self.tgt_positions(tgt.shape[1])
+        x = apply_dropout(x, dropout.at("tgt_dropout"), rate=self.config.dropout)
+        return self.decoder(
+            x,
+            memory,
+            mask=self.self_mask(keys),
+            memory_mask=AttentionMask(keys=src_mask),
+            dropout=dropout.at("decoder"),
+            return_weights=return_weights,
+        )
+
+
+def check_ids(ids: Int[Array, "..."], *, name: str, vocab_size: int) -> None:
+    """Raises ValueError if an id is outside 0 .. vocab_size-1: jax's gather would clamp it without a word.
+
+    Under a jax transformation the values cannot be seen; whoever makes the batches checks them there.
+    """
+    if isinstance(ids, jax.core.Tracer):
+        return
+    values = np.asarray(ids)
+    if values.size and (values.min() < 0 or values.max() >= vocab_size):
+        worst = values.min() if values.min() < 0 else values.max()
+        raise ValueError(f"{name}: expected ids in [0, {vocab_size}), got {worst}")
+
+
+def _prefixed(prefix: str, weights: Mapping[str, Array]) -> dict[str, Array]:
+    return {f"{prefix}.{name}": value for name, value in weights.items()}
