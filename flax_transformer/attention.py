@@ -71,8 +71,8 @@ def library_attention(
     allowed: Bool[Array, "#batch 1 queries keys"],
 ) -> Float[Array, "batch heads queries head_dim"]:
     """`jax.nn.dot_product_attention`; its differences are stated at the top of this file."""
-    rows_first = [jnp.swapaxes(x, 1, 2) for x in (query, key, value)]
-    return jnp.swapaxes(jax.nn.dot_product_attention(*rows_first, mask=allowed), 1, 2)
+    query, key, value = jnp.swapaxes(query, 1, 2), jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+    return jnp.swapaxes(jax.nn.dot_product_attention(query, key, value, mask=allowed), 1, 2)
 
 
 class MultiHeadAttention(nnx.Module):

@@ -133,7 +133,8 @@ class DecoderLayer(ResidualLayer):
         y = self.before(self.norm1, x)
         new = self.self_attn.key_value(y)
         own = KeyValue(
-            *(jax.lax.dynamic_update_slice_in_dim(old, part, position, axis=2) for old, part in zip(cache.own, new))
+            jax.lax.dynamic_update_slice_in_dim(cache.own.key, new.key, position, axis=2),
+            jax.lax.dynamic_update_slice_in_dim(cache.own.value, new.value, position, axis=2),
         )
         x = self.after(self.norm1, x, self.self_attn.attend_dense(y, own, allowed=allowed))
 

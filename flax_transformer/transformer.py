@@ -94,8 +94,8 @@ class Decoder(nnx.Module):
         """`__call__` for one new position; see `DecoderLayer.step`."""
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer.step(x, cache, position=position, allowed=allowed, memory_allowed=memory_allowed)
-            new_caches.append(cache)
+            x, new_cache = layer.step(x, cache, position=position, allowed=allowed, memory_allowed=memory_allowed)
+            new_caches.append(new_cache)
         return x if self.final_norm is None else self.final_norm(x), tuple(new_caches)
 
 
@@ -143,7 +143,7 @@ class Transformer(nnx.Module):
         src_mask: Bool[Array, "batch src_len"] | None = None,
         dropout: DropoutSource = NO_DROPOUT,
     ) -> Float[Array, "batch src_len d_model"]:
-        """The encoder's output, the memory. `src_mask` is True for real tokens; by default those that are not pad_id."""
+        """The memory: the encoder's output. `src_mask` is True for real tokens, by default those that are not pad_id."""
         return self._encode(src, src_mask, dropout, return_weights=False).hidden
 
     def decode(
@@ -173,9 +173,30 @@ class Transformer(nnx.Module):
             return self.tgt_embedding.logits(hidden)
         return self.output_projection(hidden)
 
-    def self_mask(self, keys: Bool[Array, "batch keys"] | None) -> AttentionMask:
-        """Which target positions attend to which: the past, within the window."""
-        return AttentionMask(keys=keys, causal=True, window=self.config.window)
+    def new_caches(self, memory: Float[Array, "batch src_len d_model"], *, max_len: int) -> tuple[LayerCache, ...]:
+        """What `decode_step` starts from: room for `max_len` target positions."""
+        return tuple(layer.new_cache(memory, max_len=max_len) for layer in self.decoder.layers)
+
+    def decode_step(
+        self,
+        ids: Int[Array, " batch"],
+        caches: tuple[LayerCache, ...],
+        *,
+        position: Int[Array, ""],
+        src_mask: Bool[Array, "batch src_len"],
+    ) -> tuple[Float[Array, "batch tgt_vocab"], tuple[LayerCache, ...]]:
+        """`decode` for the one position at which `ids` stand: the logits after it, and the caches for the next."""
+        max_len = caches[0].own.key.shape[2]
+        position_row = jax.lax.dynamic_slice_in_dim(self.tgt_positions(max_len), position, 1)
+        past = AttentionMask(causal=True, window=self.config.window)
+        x, caches = self.decoder.step(
+            self.tgt_embedding(ids[:, None]) + position_row,
+            caches,
+            position=position,
+            allowed=past.allowed(position[None], jnp.arange(max_len)),
+            memory_allowed=src_mask[:, None, None, :],
+        )
+        return self.logits(x)[:, 0], caches
 
     def _encode(
         self, src: Array, src_mask: Array | None, dropout: DropoutSource, *, return_weights: bool
@@ -204,7 +225,7 @@ class Transformer(nnx.Module):
         return self.decoder(
             x,
             memory,
-            mask=self.self_mask(keys),
+            mask=AttentionMask(keys=keys, causal=True, window=self.config.window),
             memory_mask=AttentionMask(keys=src_mask),
             dropout=dropout.at("decoder"),
             return_weights=return_weights,

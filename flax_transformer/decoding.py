@@ -1,0 +1,61 @@
+"""Greedy decoding: one jittable loop over static buffers, with a cache of keys and values."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from flax_transformer.layers import LayerCache
+from flax_transformer.masks import padding_mask
+from flax_transformer.transformer import Transformer
+
+
+class _State(NamedTuple):
+    position: Int[Array, ""]
+    last: Int[Array, " batch"]
+    output: Int[Array, "batch max_len"]
+    finished: Bool[Array, " batch"]
+    caches: tuple[LayerCache, ...]
+
+
+def greedy(model: Transformer, src: Int[Array, "batch src_len"], *, max_len: int) -> Int[Array, "batch max_len"]:
+    """The likeliest next token, again and again, until every sentence has ended or is `max_len` pieces long.
+
+    The output has no bos_id; it ends with eos_id where the sentence ended in time, and is pad_id from there on.
+    pad_id and bos_id are never chosen. A row of the batch that is all padding is over at once. The result of a
+    sentence does not depend on its neighbours.
+    """
+    config = model.config
+    src_mask = padding_mask(src, pad_id=config.pad_id)
+    memory = model.encode(src, src_mask=src_mask)
+    batch = src.shape[0]
+
+    def go_on(state: _State) -> Bool[Array, ""]:
+        return (state.position < max_len) & ~state.finished.all()
+
+    def step(state: _State) -> _State:
+        logits, caches = model.decode_step(state.last, state.caches, position=state.position, src_mask=src_mask)
+        chosen = jnp.argmax(forbid_specials(logits, pad_id=config.pad_id, bos_id=config.bos_id), axis=-1)
+        chosen = jnp.where(state.finished, config.pad_id, chosen).astype(src.dtype)
+        return _State(
+            position=state.position + 1,
+            last=chosen,
+            output=state.output.at[:, state.position].set(chosen),
+            finished=state.finished | (chosen == config.eos_id),
+            caches=caches,
+        )
+
+    start = _State(
+        position=jnp.zeros((), jnp.int32),
+        last=jnp.full(batch, config.bos_id, src.dtype),
+        output=jnp.full((batch, max_len), config.pad_id, src.dtype),
+        finished=~src_mask.any(axis=-1),
+        caches=model.new_caches(memory, max_len=max_len),
+    )
+    return jax.lax.while_loop(go_on, step, start).output
+
+
+def forbid_specials(logits: Float[Array, "batch vocab"], *, pad_id: int, bos_id: int) -> Float[Array, "batch vocab"]:
+    """Lowest possible logits for what no translation contains."""
+    return logits.at[:, jnp.array([pad_id, bos_id])].set(jnp.finfo(logits.dtype).min)
