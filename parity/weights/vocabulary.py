@@ -11,8 +11,8 @@ from parity.weights.rules import Kind, Leafwise, Op, bits_equal, expect_front_ax
 class PadVocabulary(Leafwise):
     """Rows appended: a vocabulary of `rows_before` rows becomes one of `rows_after`, along `axis`.
 
-    Both are sizes, before and after the operation, not numbers of new rows. The new rows of a value are `fill`; those of gradients and moments are zero. The inverse refuses to drop a row
-    that is anything else.
+    Both are sizes, before and after the operation, not numbers of new rows. The new rows of a value are `fill`; those
+    of gradients and moments are zero. The inverse refuses to drop a row that is anything else.
     """
 
     rows_before: int
