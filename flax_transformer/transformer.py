@@ -143,7 +143,7 @@ class Transformer(nnx.Module):
         src_mask: Bool[Array, "batch src_len"] | None = None,
         dropout: DropoutSource = NO_DROPOUT,
     ) -> Float[Array, "batch src_len d_model"]:
-        """The memory: the encoder's output. `src_mask` is True for real tokens, by default those that are not pad_id."""
+        """The memory: the encoder's output. `src_mask` is True for real tokens; by default all but pad_id."""
         return self._encode(src, src_mask, dropout, return_weights=False).hidden
 
     def decode(

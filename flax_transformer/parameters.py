@@ -1,0 +1,46 @@
+"""A model's parameters as a flat dictionary, `encoder.layers.0.self_attn.q_proj.kernel` to array, and back."""
+
+from collections.abc import Mapping
+
+import jax
+from flax import nnx
+from jaxtyping import Array
+
+from flax_transformer.transformer import Transformer
+from transformer_config import TransformerConfig
+
+
+def abstract_model(config: TransformerConfig) -> Transformer:
+    """A model whose parameters are shapes and dtypes only; nothing is drawn or stored."""
+    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+
+
+def parameters(model: Transformer) -> dict[str, Array]:
+    """Every parameter by its dotted name; a tied one stands once."""
+    return {
+        ".".join(map(str, path)): variable[...]
+        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
+
+
+def with_parameters(model: Transformer, values: Mapping[str, Array]) -> Transformer:
+    """A model like `model` (which may be abstract) with these parameters.
+
+    Raises ValueError that names parameters missing, unknown or of another shape.
+    """
+    graphdef, state = nnx.split(model, nnx.Param)
+    flat = {".".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)}
+    missing, unknown = sorted(flat.keys() - values.keys()), sorted(values.keys() - flat.keys())
+    if missing or unknown:
+        raise ValueError(f"expected the model's parameters, got none for {missing} and unknown {unknown}")
+    filled = []
+    for name, (path, variable) in flat.items():
+        if variable.shape != values[name].shape:
+            raise ValueError(f"{name}: expected shape {variable.shape}, got {values[name].shape}")
+        filled.append((path, variable.replace(values[name])))
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array]:
+    """Freshly drawn parameters: Xavier for projections, N(0, 1/√d_model) for embeddings, zero biases."""
+    return jax.jit(lambda key: parameters(Transformer(config, rngs=nnx.Rngs(params=key))))(key)
