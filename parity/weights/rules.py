@@ -235,7 +235,7 @@ def bits_equal(first: np.ndarray, second: np.ndarray) -> bool:
     """Whether two arrays have the same dtype, shape and bit patterns: NaN equals itself, 0.0 and -0.0 differ."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    return bool(np.array_equal(as_bits(first), as_bits(second)))
+    return first is second or bool(np.array_equal(as_bits(first), as_bits(second)))
 
 
 def as_bits(array: np.ndarray) -> np.ndarray:

@@ -1,0 +1,104 @@
+"""Weights in Orbax directories: a pytree that any JAX user restores with Orbax alone.
+
+Dots in names are levels of the tree: `encoder.final_norm.scale` is `tree["encoder"]["final_norm"]["scale"]`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parity.weights.checkpoint import Checkpoint, StoreError, native
+
+_ALIASES = "aliases"  # their place in Orbax's custom metadata, beside the free text
+
+
+def read_orbax(path: Path) -> Checkpoint:
+    """The pytree saved in `path`, flattened; lists and tuples give `layers.0`. Everything arrives as numpy arrays.
+
+    The dtypes are those in the file: restored as jax arrays, float64 would turn into float32 while x64 is off.
+    """
+    import jax
+    import orbax.checkpoint as ocp
+
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        try:
+            saved = checkpointer.metadata(path.absolute())
+        except Exception as error:  # Orbax documents none; a damaged directory gives ValueError, KeyError, OSError
+            raise StoreError(f"{path}: expected a pytree saved by Orbax, got {error}") from error
+        tree = saved.item_metadata.tree if hasattr(saved.item_metadata, "tree") else None
+        if tree is None:
+            inside = sorted(child.parent.name for child in path.glob("*/_METADATA"))
+            hint = f"; one is in {', '.join(inside)}" if inside else ""
+            raise StoreError(f"{path}: expected a pytree saved by Orbax, got a directory without one{hint}")
+        for name, leaf in _flatten(tree):
+            if not isinstance(leaf, ocp.metadata.ArrayMetadata):  # of which Python's numbers are a subclass
+                kind = type(leaf).__name__.removesuffix("Metadata").lower()
+                raise StoreError(f"{path}: expected only tensors, got {name!r}, a {kind}")
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        try:
+            restored = checkpointer.restore(path.absolute(), restore_args=as_numpy)
+        except Exception as error:  # tensorstore's errors name the tensor; their types vary
+            raise StoreError(f"{path}: expected whole tensors, got {error}") from error
+    tensors: dict[str, np.ndarray] = {}
+    for name, array in _flatten(restored):
+        if name in tensors:
+            raise StoreError(f"{path}: expected different names once levels are joined by dots, got {name!r} twice")
+        tensors[name] = np.asarray(array)
+    notes = dict(saved.custom_metadata or {})
+    aliases = notes.pop(_ALIASES, {})
+    metadata = {key: note if isinstance(note, str) else json.dumps(note) for key, note in notes.items()}
+    return Checkpoint(tensors=tensors, aliases=aliases, metadata=metadata)
+
+
+def write_orbax(path: Path, checkpoint: Checkpoint) -> None:
+    """Saves a nested dict of numpy arrays. Raises StoreError on names that nest in one another, or an empty tensor."""
+    import orbax.checkpoint as ocp
+
+    if _ALIASES in checkpoint.metadata:
+        raise StoreError(f"{path}: expected metadata without {_ALIASES!r}, which has its own place, got it")
+    arrays = {name: native(array) for name, array in checkpoint.tensors.items()}
+    for name, array in arrays.items():
+        if array.size == 0:
+            raise StoreError(f"{path}: expected tensors with elements, since Orbax has no others, got {name!r} empty")
+    notes: dict[str, Any] = dict(checkpoint.metadata)
+    if checkpoint.aliases:
+        notes[_ALIASES] = dict(checkpoint.aliases)
+    tree = _nest(path, arrays)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        try:
+            checkpointer.save(path.absolute(), tree, custom_metadata=notes or None)
+        except ValueError as error:
+            raise StoreError(f"{path}: expected what Orbax can save, got {error}") from error
+
+
+def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if tree is None:
+        return
+    if isinstance(tree, Mapping):
+        items = [(str(key), child) for key, child in tree.items()]
+    elif isinstance(tree, (list, tuple)):
+        items = [(str(number), child) for number, child in enumerate(tree)]
+    else:
+        yield prefix, tree
+        return
+    for key, child in items:
+        yield from _flatten(child, f"{prefix}.{key}" if prefix else key)
+
+
+def _nest(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name in sorted(arrays):  # a parent sorts before its children
+        *levels, leaf = name.split(".")
+        if "" in (*levels, leaf):
+            raise StoreError(f"{path}: expected names without empty parts, got {name!r}")
+        node = tree
+        for depth, level in enumerate(levels):
+            node = node.setdefault(level, {})
+            if not isinstance(node, dict):
+                inner = ".".join(levels[: depth + 1])
+                raise StoreError(f"{path}: expected {inner!r} to be a tensor or a level, got {name!r} inside of it")
+        node[leaf] = arrays[name]
+    return tree

@@ -1,0 +1,114 @@
+"""Weights in torch's `.pt` files, without running code from them. The only file of this layer that knows torch."""
+
+import pickle
+import re
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from parity.weights.checkpoint import Checkpoint, StoreError, native
+
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+)
+_WRAPPERS = ("state_dict", "model")
+# numpy arrays of these cannot be handed to torch and back; integers of the same size can.
+_AS_INTEGERS = {"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
+
+
+def read_torch(path: Path) -> Checkpoint:
+    """A state dict, or the one under `state_dict` or `model` (what else stands beside it is not weights).
+
+    Tensors that share storage, offset, shape and strides are one tensor: the first name counts, others are aliases.
+    """
+    torch = _import_torch(path)
+    loaded = _load(torch, path)
+    state, metadata = _unwrap(path, loaded)
+    tensors: dict[str, np.ndarray] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise StoreError(f"{path}: expected only named tensors, got {name!r}, a {type(tensor).__name__}")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES or tensor.layout != torch.strided or tensor.is_meta:
+            kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+            raise StoreError(f"{path}: expected {name!r} to be a dense tensor with a numpy dtype, got {kind}")
+        storage = tensor.untyped_storage()
+        place = (storage.data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), dtype)
+        first = seen.setdefault(place, name) if storage.data_ptr() else name
+        if first != name:
+            aliases[name] = first
+        else:
+            tensors[name] = _to_numpy(torch, tensor, dtype)
+    return Checkpoint(tensors=tensors, aliases=aliases, metadata=metadata)
+
+
+def write_torch(path: Path, checkpoint: Checkpoint) -> None:
+    """A plain state dict; with metadata, {"state_dict": ..., "metadata": ...}. Aliases share storage, as in torch."""
+    torch = _import_torch(path)
+    state = {}
+    for name, array in checkpoint.tensors.items():
+        if array.dtype.name not in _DTYPES:
+            raise StoreError(f"{path}: expected {name!r} of a torch dtype, got {array.dtype}")
+        state[name] = _from_numpy(torch, array)
+    state |= {alias: state[name] for alias, name in checkpoint.aliases.items()}
+    torch.save({"state_dict": state, "metadata": dict(checkpoint.metadata)} if checkpoint.metadata else state, path)
+
+
+def _import_torch(path: Path) -> types.ModuleType:
+    try:
+        import torch
+    except ImportError as error:
+        message = f"{path}: expected torch to be installed for .pt files, got none; install it or use .safetensors"
+        raise StoreError(message) from error
+    return torch
+
+
+def _load(torch: types.ModuleType, path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if refused is None:
+            raise StoreError(f"{path}: expected a whole file by torch.save, got {error}") from error
+        message = f"{path}: expected nothing but tensors, got a pickle that refers to {refused[1]}; it was not run"
+        raise StoreError(message) from error
+    except Exception as error:  # a damaged file surfaces as RuntimeError, EOFError, KeyError, zip and struct errors
+        raise StoreError(f"{path}: expected a whole file by torch.save, got {error or type(error).__name__}") from error
+
+
+def _unwrap(path: Path, loaded: Any) -> tuple[Mapping[Any, Any], dict[str, str]]:
+    if not isinstance(loaded, Mapping):
+        raise StoreError(f"{path}: expected a state dict, got a {type(loaded).__name__}")
+    wrappers = [key for key in _WRAPPERS if isinstance(loaded.get(key), Mapping)]
+    if len(wrappers) > 1:
+        raise StoreError(f"{path}: expected one state dict, got {' and '.join(wrappers)}")
+    if not wrappers:
+        return loaded, {}
+    metadata = loaded.get("metadata", {})
+    texts = metadata.items() if isinstance(metadata, Mapping) else ()
+    return loaded[wrappers[0]], {k: v for k, v in texts if isinstance(k, str) and isinstance(v, str)}
+
+
+def _to_numpy(torch: types.ModuleType, tensor: "torch.Tensor", dtype: str) -> np.ndarray:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if dtype not in _AS_INTEGERS:
+        return tensor.numpy()
+    return tensor.view(getattr(torch, _AS_INTEGERS[dtype])).numpy().view(np.dtype(dtype))
+
+
+def _from_numpy(torch: types.ModuleType, array: np.ndarray) -> "torch.Tensor":
+    array, dtype = native(array), array.dtype.name
+    # torch warns of memory it must not write to; a file read lazily, or a broadcast array, gives such.
+    array = array if array.flags.writeable else array.copy()
+    if dtype not in _AS_INTEGERS:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(_AS_INTEGERS[dtype])).view(getattr(torch, dtype))
