@@ -1,0 +1,64 @@
+"""Linear and layer norm with the compute dtype apart from the parameters' dtype."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from transformer_config import TransformerConfig
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that the config calls `name`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def wide(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """`x` in float32, or as it is where that is wider: softmax, norms and loss do not run in half width."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Linear(nn.Linear):
+    """x Wᵀ + b with Xavier-uniform W and zero b; W is (out_features, in_features), the transpose of Flax's."""
+
+    def __init__(self, config: TransformerConfig, in_features: int, out_features: int, *, generator: torch.Generator):
+        super().__init__(in_features, out_features, bias=config.use_bias, dtype=torch_dtype(config.param_dtype))
+        self.dtype = torch_dtype(config.dtype)
+        nn.init.xavier_uniform_(self.weight, generator=generator)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def reset_parameters(self) -> None:
+        """Nothing: torch calls this while it constructs, and would draw from its global random numbers."""
+
+    def forward(self, x: Float[Tensor, "*batch in_features"]) -> Float[Tensor, "*batch out_features"]:
+        """In the compute dtype, whatever the parameters are stored in."""
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return F.linear(x.to(self.dtype), self.weight.to(self.dtype), bias)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / √(variance + eps) · weight + bias over the last axis (Ba et al. 2016).
+
+    The variance is the mean of (x - mean)², not E[x²] - E[x]², which loses everything where the mean is large (P1).
+    """
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        param_dtype = torch_dtype(config.param_dtype)
+        self.eps = config.norm_eps
+        self.dtype = torch_dtype(config.dtype)
+        self.weight = nn.Parameter(torch.ones(config.d_model, dtype=param_dtype))
+        self.bias = nn.Parameter(torch.zeros(config.d_model, dtype=param_dtype)) if config.use_bias else None
+
+    def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """Normalises each vector on its own."""
+        x = wide(x)
+        centred = x - x.mean(dim=-1, keepdim=True)
+        variance = centred.square().mean(dim=-1, keepdim=True)
+        normalised = centred / torch.sqrt(variance + self.eps) * wide(self.weight)
+        if self.bias is not None:
+            normalised = normalised + wide(self.bias)
+        return normalised.to(self.dtype)
