@@ -60,9 +60,8 @@ def convert(src: Path, dst: Path, *, source_format: Format, target_format: Forma
         tensors = mapping.apply(named)
     aliases = {}
     if tied:
-        second = tensors.pop(_TARGET, None)
+        tensors.pop(_TARGET, None)
         if target_format == "torch-reference":
-            tensors.setdefault(_SOURCE, second)
             aliases = {_TARGET: _SOURCE}
     write_tensors(dst, Checkpoint(tensors=tensors, aliases=aliases, metadata=checkpoint.metadata))
     elements = sum(tensor.size for tensor in tensors.values())

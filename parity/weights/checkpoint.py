@@ -8,7 +8,7 @@ import numpy as np
 
 
 class StoreError(ValueError):
-    """A file that cannot be read or written as asked. The message names the file and, if it is about one, the tensor."""
+    """A file that cannot be read or written as asked. The message names the file and, where it can, the tensor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
