@@ -198,9 +198,10 @@ class Transformer(nn.Module):
 
 
 def check_ids(ids: Int[Tensor, "..."], *, name: str, vocab_size: int) -> None:
-    """Raises ValueError if an id is outside 0 .. vocab_size-1: on a GPU torch's gather would end every later use of the device.
+    """Raises ValueError if an id is outside 0 .. vocab_size-1.
 
-    While a model is compiled the values cannot be seen; whoever makes the batches checks them there.
+    torch's own check on a GPU leaves the process unable to use it again. While a model is compiled the values cannot
+    be seen; whoever makes the batches checks them there.
     """
     if torch.compiler.is_compiling() or ids.numel() == 0:
         return
