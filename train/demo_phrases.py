@@ -13,7 +13,7 @@ from random import Random
 from typing import Generic, Literal, TypeVar
 
 from babel import Locale
-from babel.dates import format_date, format_datetime, format_interval, format_skeleton, format_time, format_timedelta
+from babel.dates import format_date, format_interval, format_skeleton, format_time, format_timedelta
 from babel.lists import format_list
 from babel.numbers import (
     format_compact_decimal,
@@ -36,6 +36,8 @@ TENDER_DATE = datetime.date(2024, 1, 1)
 MAX_NAME_LENGTH = 22
 MAX_NAMES = {"territory": 160, "language": 140, "currency": 60}
 """Names of each kind in a corpus of the default size: few enough that each is seen some dozens of times."""
+MAX_CURRENCY_CODES = 12
+"""Currencies that stand in amounts as a code or sign too, which before or behind is spelled in several pieces."""
 PAIRS_FOR_ALL_NAMES = 20_000
 
 UNITS = (
@@ -155,8 +157,9 @@ class PhraseMaker:
         self._kinds = Deck(["territory", "territory", "language", "language", "currency"], rng=rng)
         self._currencies = Deck(sorted(self._names["currency"]), rng=rng)
         self._units = Deck(sorted(units), rng=rng)
-        makers = {self._list: 40, self._date: 18, self._period: 5, self._interval: 3, self._time: 9}
-        makers |= {self._moment: 3, self._money: 10, self._unit: 8, self._timedelta: 2, self._number: 5}
+        self._codes = Deck(sorted(self._names["currency"])[:MAX_CURRENCY_CODES], rng=rng)
+        makers = {self._list: 40, self._date: 18, self._period: 5, self._interval: 4, self._time: 10}
+        makers |= {self._money: 8, self._money_in_short: 3, self._unit: 8, self._timedelta: 2, self._number: 5}
         self._makers = Deck([maker for maker, weight in makers.items() for _ in range(weight)], rng=rng)
 
     def names(self) -> Iterator[Phrase]:
@@ -207,19 +210,18 @@ class PhraseMaker:
         clock, length = self._clock(), self._rng.choice(("short", "medium", "medium"))
         return translated(lambda locale: format_time(clock, length, locale=locale))
 
-    def _moment(self) -> Phrase:
-        moment = datetime.datetime.combine(self._day(), self._clock())
-        return translated(lambda locale: format_datetime(moment, "medium", locale=locale), f"month {moment.month}")
-
     def _amount(self, *, digits: int) -> Decimal:
         """A number of up to `digits` digits, one or two of them behind the point in half of all cases."""
         whole = self._rng.randrange(1, 10 ** self._rng.randint(1, digits))
         return Decimal(whole).scaleb(-self._rng.choice((0, 0, 1, 2)))
 
     def _money(self) -> Phrase:
-        code, amount = self._currencies.deal(), self._amount(digits=6)
-        style: Literal["name", "standard"] = self._rng.choice(("name", "name", "standard"))
-        return translated(lambda locale: format_currency(amount, code, locale=locale, format_type=style), code)
+        code, amount = self._currencies.deal(), self._amount(digits=5) + 2  # never one of something, the odd singular
+        return translated(lambda locale: format_currency(amount, code, locale=locale, format_type="name"), code)
+
+    def _money_in_short(self) -> Phrase:
+        code, amount = self._codes.deal(), self._amount(digits=5)
+        return translated(lambda locale: format_currency(amount, code, locale=locale), code)
 
     def _unit(self) -> Phrase:
         unit, amount = self._units.deal(), self._amount(digits=4)
