@@ -64,6 +64,8 @@ def write_tensors(path: Path | str, checkpoint: Checkpoint) -> None:
     try:
         write(part, checkpoint)
         _replace(part, path)
+    except StoreError as error:
+        raise StoreError(str(error).replace(str(part), str(path))) from error
     finally:
         if part.is_dir():
             shutil.rmtree(part)

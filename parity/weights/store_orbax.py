@@ -54,13 +54,15 @@ def read_orbax(path: Path) -> Checkpoint:
 
 
 def write_orbax(path: Path, checkpoint: Checkpoint) -> None:
-    """Saves a nested dict of numpy arrays. Raises StoreError on names that nest in one another, or an empty tensor."""
+    """Saves a nested dict of numpy arrays. Raises StoreError on text, empty tensors, and names inside one another."""
     import orbax.checkpoint as ocp
 
     if _ALIASES in checkpoint.metadata:
         raise StoreError(f"{path}: expected metadata without {_ALIASES!r}, which has its own place, got it")
     arrays = {name: native(array) for name, array in checkpoint.tensors.items()}
     for name, array in arrays.items():
+        if array.dtype.kind in "OSUMm":
+            raise StoreError(f"{path}: expected {name!r} of a numeric dtype, got {array.dtype}")
         if array.size == 0:
             raise StoreError(f"{path}: expected tensors with elements, since Orbax has no others, got {name!r} empty")
     notes: dict[str, Any] = dict(checkpoint.metadata)
