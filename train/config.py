@@ -141,7 +141,7 @@ class TrainConfig:
     """Folder of the run: config, tokenizer, checkpoints, metrics. An existing run there is continued."""
     corpus: CorpusConfig = CorpusConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
-    model: TransformerConfig = TransformerConfig()
+    model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -151,13 +151,17 @@ class TrainConfig:
     epochs: int = 20
     max_steps: int | None = None
     """Stop after so many steps, whatever the epoch."""
+    log_every_steps: int = 20
+    """A line of metrics.jsonl every so many steps."""
     seed: int = 0
     """Of initialisation, dropout and the order of batches."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"label_smoothing: expected a share in [0, 1), got {self.label_smoothing}")
-        _expect_positive("train", self, "epochs")
+        _expect_positive("train", self, "epochs", "log_every_steps")
+        if self.seed < 0:
+            raise ValueError(f"seed: expected at least 0, got {self.seed}")
         if self.max_steps is not None:
             _expect_positive("train", self, "max_steps")
         limit = self.model.sequence_limit
@@ -171,6 +175,10 @@ class TrainConfig:
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed; validated again."""
         return dataclasses.replace(self, **changes)
+
+    def with_vocabulary(self, size: int) -> Self:
+        """The same run with the model's vocabularies as large as the tokenizer's."""
+        return self.replace(model=self.model.replace(src_vocab_size=size, tgt_vocab_size=size))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values, nested."""

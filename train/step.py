@@ -28,6 +28,8 @@ class Arrays(NamedTuple):
 class StepMetrics(NamedTuple):
     """What one training step reports; losses in nats a token."""
 
+    step: Int[Array, ""]
+    """Counted from 1."""
     loss: Float[Array, ""]
     nll: Float[Array, ""]
     num_tokens: Int[Array, ""]
@@ -72,6 +74,7 @@ def make_train_step(config: TrainConfig) -> TrainStep:
         (mean, sums), gradients = jax.value_and_grad(mean_loss, has_aux=True)(state.params, batch, step_key)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         metrics = StepMetrics(
+            step=state.step + 1,
             loss=mean,
             nll=sums.nll / jnp.maximum(sums.num_tokens, 1),
             num_tokens=sums.num_tokens,

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Self
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -27,7 +26,7 @@ class Tokenizer:
         self._pieces = pieces
 
     @classmethod
-    def train(cls, lines: Iterable[str], config: TokenizerConfig) -> Self:
+    def train(cls, lines: Iterable[str], config: TokenizerConfig) -> "Tokenizer":
         """Learn the pieces of `lines` (both languages together). The same lines and config give the same pieces."""
         pieces = tokenizers.Tokenizer(models.BPE())
         # The expression behind ByteLevel parts letters, digits and signs, so no piece can spell "<eos>" either.
@@ -86,7 +85,7 @@ class Tokenizer:
             beside.unlink(missing_ok=True)
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: Path) -> "Tokenizer":
         """The tokenizer that `save` wrote to `path`.
 
         Raises FileNotFoundError when there is no such file, ValueError when it holds no tokenizer or one of another

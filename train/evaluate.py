@@ -1,0 +1,126 @@
+"""What is measured on held-out text: loss over every token, and greedy translations scored as text."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import sacrebleu
+from jaxtyping import Array
+
+from train.batching import BatchPlan, decode_batches
+from train.config import TrainConfig
+from train.parallel import Compiled, compile_greedy, to_device, to_host
+from train.tokenizer import Tokenizer
+from transformer_config import EOS_ID
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeldOutLoss:
+    """Negative log likelihood of held-out text, without smoothing; ends of sentences are counted."""
+
+    nll: float
+    """Sum over all tokens, in nats."""
+    num_tokens: int
+    num_characters: int
+    """Of the raw target text, ends of lines not counted."""
+
+    @property
+    def per_token(self) -> float:
+        """Nats a piece."""
+        return self.nll / self.num_tokens
+
+    @property
+    def per_character(self) -> float:
+        """Nats a character: comparable between tokenizers."""
+        return self.nll / self.num_characters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How translations compare with references, as text."""
+
+    bleu: float
+    bleu_signature: str
+    bleu_lowercased: float
+    bleu_lowercased_signature: str
+    exact_match: float
+    """Share of sentences that equal their reference, 0 to 1."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Translations:
+    """Translated lines in the order of their sources."""
+
+    lines: tuple[str, ...]
+    unfinished: tuple[int, ...]
+    """Which of them reached the limit on length before their end."""
+
+
+def held_out_loss(
+    evaluation_step: Callable[..., Any], params: dict[str, Array], plan: BatchPlan, *, target: Sequence[str]
+) -> HeldOutLoss:
+    """The loss over every pair of `plan`, whose raw target lines are `target`."""
+    sums = [to_host(evaluation_step(params, to_device(batch))) for batch in plan]
+    return HeldOutLoss(
+        nll=float(np.sum([s.nll for s in sums], dtype=np.float64)),
+        num_tokens=int(sum(s.num_tokens for s in sums)),
+        num_characters=sum(map(len, target)),
+    )
+
+
+def score(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
+    """sacreBLEU (13a) on detokenised text against the raw references, cased and lowercased (Post 2018)."""
+    cased, lowercased = sacrebleu.BLEU(), sacrebleu.BLEU(lowercase=True)
+    hypotheses, references = list(hypotheses), list(references)
+    exact = sum(map(str.__eq__, hypotheses, references)) / len(references)
+    return Scores(
+        bleu=cased.corpus_score(hypotheses, [references]).score,
+        bleu_signature=str(cased.get_signature()),
+        bleu_lowercased=lowercased.corpus_score(hypotheses, [references]).score,
+        bleu_lowercased_signature=str(lowercased.get_signature()),
+        exact_match=exact,
+    )
+
+
+class Translator:
+    """Greedy translation of lines with one set of parameters; keeps what it has compiled."""
+
+    def __init__(self, config: TrainConfig, tokenizer: Tokenizer):
+        self._config = config
+        self._tokenizer = tokenizer
+        self._compiled: dict[int, Compiled[..., Any]] = {}
+
+    @property
+    def compilations(self) -> int:
+        """How often decoding was compiled: once for every padded source length."""
+        return sum(compiled.compilations for compiled in self._compiled.values())
+
+    def translate(self, params: dict[str, Array], lines: Sequence[str]) -> Translations:
+        """Translates `lines`; an empty one stays empty. Raises ValueError for lines too long for the model."""
+        encoded = [[*ids, EOS_ID] for ids in self._tokenizer.encode([line.strip() for line in lines])]
+        full = [i for i, ids in enumerate(encoded) if len(ids) > 1]
+        output: list[list[int]] = [[] for _ in encoded]
+        unfinished = []
+        batches = decode_batches(
+            [encoded[i] for i in full],
+            batch_size=self._config.evaluation.batch_size,
+            max_len=self._config.model.sequence_limit,
+        )
+        for indices, src in batches:
+            rows = to_host(self._decoder(src.shape[1])(params, src))
+            for index, row in zip(indices, rows, strict=True):
+                if index >= 0:
+                    output[full[index]] = row.tolist()
+                    if EOS_ID not in row:
+                        unfinished.append(full[index])
+        return Translations(lines=tuple(self._tokenizer.decode(output)), unfinished=tuple(sorted(unfinished)))
+
+    def _decoder(self, src_len: int) -> Compiled[..., Any]:
+        # Room to grow with the source; the loop ends when all sentences have, so room that is not used costs little.
+        limit = self._config.model.sequence_limit
+        max_len = max(self._config.evaluation.max_decode_len, 2 * src_len)
+        max_len = max_len if limit is None else min(max_len, limit)
+        if max_len not in self._compiled:
+            self._compiled[max_len] = compile_greedy(self._config.model, max_len=max_len)
+        return self._compiled[max_len]
