@@ -1,0 +1,260 @@
+from collections import Counter
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train.batching import (
+    EXTRA_BUCKETS,
+    Batch,
+    BatchPlan,
+    Bucket,
+    EncodedText,
+    decode_batches,
+    drop_long,
+    encode_text,
+    epoch_batches,
+    evaluation_batches,
+    extend_buckets,
+    plan_buckets,
+)
+from train.config import BatchConfig, TokenizerConfig
+from train.corpus import ParallelText
+from train.tokenizer import Tokenizer
+from transformer_config.config import BOS_ID, EOS_ID, PAD_ID
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=40)
+
+
+def encoded_of(lengths: list[tuple[int, int]]) -> EncodedText:
+    """Pairs of these lengths, no two alike: the pieces spell the number of the pair and the side."""
+    src = [[10 + 2 * i] * (src_len - 1) + [EOS_ID] for i, (src_len, _) in enumerate(lengths)]
+    tgt = [[11 + 2 * i] * (tgt_len - 1) + [EOS_ID] for i, (_, tgt_len) in enumerate(lengths)]
+    return EncodedText(src=src, tgt=tgt)
+
+
+def random_encoded(seed: int = 0, *, pairs: int = 300) -> EncodedText:
+    rng = np.random.default_rng(seed)
+    src_len = rng.integers(1, 30, pairs)
+    tgt_len = np.clip(src_len + rng.integers(-3, 4, pairs), 1, None)
+    return encoded_of([(int(a), int(b)) for a, b in zip(src_len, tgt_len, strict=True)])
+
+
+def pairs_in(batch: Batch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The rows of a batch that are no filling, without padding; checks the arrays' agreement on the way."""
+    assert batch.src.dtype == batch.tgt_in.dtype == batch.tgt_out.dtype == np.int32
+    found = []
+    for src, tgt_in, tgt_out in zip(batch.src, batch.tgt_in, batch.tgt_out, strict=True):
+        if not src.any():
+            assert not tgt_in.any()
+            assert not tgt_out.any()
+            continue
+        real = np.flatnonzero(tgt_out != PAD_ID)
+        assert tgt_in[0] == BOS_ID
+        assert tgt_out[real[-1]] == EOS_ID
+        assert (tgt_in[real[1:]] == tgt_out[real[:-1]]).all()
+        assert (tgt_in[len(real) :] == PAD_ID).all()
+        found.append((tuple(src[src != PAD_ID].tolist()), tuple(tgt_out[real].tolist())))
+    return found
+
+
+def all_pairs(batches: BatchPlan) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return Counter(pair for batch in batches for pair in pairs_in(batch))
+
+
+def expected_pairs(encoded: EncodedText) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return Counter((tuple(src), tuple(tgt)) for src, tgt in zip(encoded.src, encoded.tgt, strict=True))
+
+
+@given(lengths=LENGTHS, max_tokens=st.integers(20, 200), num_buckets=st.integers(1, 6), epoch=st.integers(0, 3))
+def test_an_epoch_holds_every_pair_once_within_the_budget(
+    lengths: list[tuple[int, int]], max_tokens: int, num_buckets: int, epoch: int
+) -> None:
+    encoded = encoded_of(lengths)
+    buckets = plan_buckets(encoded, config=BatchConfig(max_tokens=max_tokens, num_buckets=num_buckets, max_len=20))
+    assert len(buckets) <= num_buckets
+    for bucket in buckets:
+        assert bucket.batch_size == max(1, max_tokens // max(bucket.src_len, bucket.tgt_len))
+    plan = epoch_batches(encoded, buckets, seed=7, epoch=epoch)
+    assert all_pairs(plan) == expected_pairs(encoded)
+    assert {batch.shape for batch in plan} <= set(buckets)
+    real = sum(int(np.count_nonzero(batch.src)) + batch.num_tokens for batch in plan)
+    assert plan.padding_efficiency == real / sum(batch.src.size + batch.tgt_out.size for batch in plan)
+    assert sum(batch.num_tokens for batch in plan) == sum(tgt_len for _, tgt_len in lengths)
+
+
+def positions_of_best_ranges(encoded: EncodedText, *, max_tokens: int, num_buckets: int) -> int:
+    """By trying all ways to cut the lengths into ranges."""
+    longer = encoded.lengths.max(axis=1)
+    keys = sorted(set(longer.tolist()))
+    best = []
+    for number in range(min(num_buckets, len(keys))):
+        for cuts in combinations(keys[:-1], number):
+            total = 0
+            for low, high in zip((0, *cuts), (*cuts, keys[-1]), strict=True):
+                inside = encoded.lengths[(longer > low) & (longer <= high)]
+                src_len, tgt_len = inside.max(axis=0).tolist()
+                rows = max(1, max_tokens // max(src_len, tgt_len))
+                total += -(-len(inside) // rows) * rows * (src_len + tgt_len)
+            best.append(total)
+    return min(best)
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 7), st.integers(1, 7)), min_size=1, max_size=30), number=st.integers(1, 4)
+)
+def test_no_other_ranges_need_fewer_positions(lengths: list[tuple[int, int]], number: int) -> None:
+    encoded = encoded_of(lengths)
+    buckets = plan_buckets(encoded, config=BatchConfig(max_tokens=24, num_buckets=number, max_len=20))
+    plan = epoch_batches(encoded, buckets, seed=0, epoch=0)
+    positions = sum(batch.shape.positions for batch in plan)
+    assert positions == positions_of_best_ranges(encoded, max_tokens=24, num_buckets=number)
+
+
+def test_six_buckets_leave_little_padding() -> None:
+    encoded = random_encoded(pairs=3_000)
+    efficiency = {}
+    for number in (1, 6):
+        buckets = plan_buckets(encoded, config=BatchConfig(max_tokens=500, num_buckets=number))
+        efficiency[number] = epoch_batches(encoded, buckets, seed=0, epoch=0).padding_efficiency
+    assert efficiency[1] < 0.55
+    assert efficiency[6] > 0.8
+
+
+def test_order_depends_on_seed_and_epoch_alone() -> None:
+    encoded = random_encoded()
+    buckets = plan_buckets(encoded, config=BatchConfig(max_tokens=100, num_buckets=4, max_len=40))
+
+    def order(seed: int, epoch: int) -> list[list[int]]:
+        return [rows.tolist() for _, rows in epoch_batches(encoded, buckets, seed=seed, epoch=epoch).members]
+
+    assert order(1, 2) == order(1, 2)
+    orders = [order(1, 2), order(1, 3), order(2, 1), order(2, 2), order(0, 0)]
+    assert all(a != b for a, b in combinations(orders, 2))
+    # Whole batches are shuffled among each other, too: the first ones are not all of one shape.
+    plan = epoch_batches(encoded, buckets, seed=1, epoch=2)
+    assert len({plan.batch(i).shape for i in range(12)}) > 1
+
+
+def test_the_order_of_an_epoch_never_changes() -> None:
+    """A resumed run relies on it, also with another version of numpy."""
+    plan = epoch_batches(encoded_of([(2, 2)] * 8), [Bucket(2, 2, 3)], seed=5, epoch=1)
+    assert [rows.tolist() for _, rows in plan.members] == [[0, 7, 6], [3, 1], [4, 2, 5]]
+
+
+def test_a_batch_can_be_made_without_those_before_it() -> None:
+    encoded = random_encoded()
+    buckets = plan_buckets(encoded, config=BatchConfig(max_tokens=100, num_buckets=4, max_len=40))
+    whole = list(epoch_batches(encoded, buckets, seed=3, epoch=1))
+    late = epoch_batches(encoded, buckets, seed=3, epoch=1)
+    assert len(late) == len(whole)
+    for i in (len(whole) - 1, 5, 0):
+        for name in ("src", "tgt_in", "tgt_out"):
+            np.testing.assert_array_equal(getattr(late.batch(i), name), getattr(whole[i], name))
+    for i in (-1, len(whole)):
+        with pytest.raises(ValueError, match=rf"\[0, {len(whole)}\), got {i}"):
+            late.batch(i)
+
+
+def test_an_epoch_refuses_what_fits_no_bucket_and_negative_seeds() -> None:
+    encoded = encoded_of([(3, 3), (9, 2)])
+    with pytest.raises(ValueError, match="got one of 9 source and 2 target pieces"):
+        epoch_batches(encoded, [Bucket(4, 4, 2)], seed=0, epoch=0)
+    with pytest.raises(ValueError, match="seed=-1"):
+        epoch_batches(encoded, [Bucket(9, 9, 2)], seed=-1, epoch=0)
+
+
+@given(lengths=LENGTHS, held_out=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 90)), min_size=1, max_size=40))
+def test_evaluation_drops_nothing_and_bounds_its_shapes(
+    lengths: list[tuple[int, int]], held_out: list[tuple[int, int]]
+) -> None:
+    buckets = plan_buckets(encoded_of(lengths), config=BatchConfig(max_tokens=60, num_buckets=3, max_len=20))
+    encoded = encoded_of(held_out)
+    batches = evaluation_batches(encoded, buckets)
+    assert all_pairs(batches) == expected_pairs(encoded)
+    shapes = extend_buckets(encoded, buckets)
+    assert batches.buckets == shapes
+    assert shapes[: len(buckets)] == buckets
+    assert len(shapes) <= len(buckets) + EXTRA_BUCKETS
+    longest = encoded.lengths.max(axis=0)
+    assert all(b.src_len <= longest[0] and b.tgt_len <= longest[1] for b in shapes[len(buckets) :])
+
+
+def test_evaluation_goes_in_order_of_length() -> None:
+    encoded = random_encoded()
+    buckets = plan_buckets(encoded, config=BatchConfig(max_tokens=100, num_buckets=4, max_len=40))
+    order = np.concatenate([rows for _, rows in evaluation_batches(encoded, buckets).members])
+    longer = encoded.lengths.max(axis=1)[order]
+    assert (np.diff(longer) >= 0).all()
+
+
+@given(lengths=st.lists(st.integers(1, 70), max_size=50), batch_size=st.integers(1, 9))
+def test_decoding_batches_hold_every_sentence_once(lengths: list[int], batch_size: int) -> None:
+    src = encoded_of([(length, 1) for length in lengths]).src if lengths else []
+    seen: list[int] = []
+    shapes = set()
+    for indices, rows in decode_batches(src, batch_size=batch_size):
+        assert rows.dtype == np.int32
+        shapes.add(rows.shape)
+        for i, row in zip(indices.tolist(), rows, strict=True):
+            if i < 0:
+                assert not row.any()
+            else:
+                assert row[row != PAD_ID].tolist() == src[i]
+                seen.append(i)
+    assert sorted(seen) == list(range(len(src)))
+    assert [len(src[i]) for i in seen] == sorted(lengths)
+    assert shapes <= {(batch_size, src_len) for src_len in (16, 32, 48, 64, 80)}
+
+
+def test_decoding_keeps_within_the_table_of_positions() -> None:
+    src = encoded_of([(18, 1), (3, 1)]).src
+    (batch,) = decode_batches(src, batch_size=2, max_len=20)
+    assert batch[1].shape == (2, 20)
+    with pytest.raises(ValueError, match="at most 17 pieces, got 1 longer ones, the longest of 18"):
+        list(decode_batches(src, batch_size=2, max_len=17))
+    with pytest.raises(ValueError, match="batch_size of at least 1, got 0"):
+        list(decode_batches(src, batch_size=0))
+
+
+def test_long_pairs_are_counted_on_either_side() -> None:
+    encoded = encoded_of([(3, 3), (9, 2), (2, 8), (9, 9), (5, 5)])
+    kept, report = drop_long(encoded, max_len=5)
+    assert kept.lengths.tolist() == [[3, 3], [5, 5]]
+    assert report
+    assert (report.dropped, report.source_too_long, report.target_too_long) == (3, 2, 2)
+    assert str(report) == (
+        "3 of 5 training pairs dropped, being longer than 5 pieces: "
+        "2 on the source side (longest 9), 2 on the target side (longest 9)"
+    )
+
+
+def test_nothing_to_drop_and_nothing_left() -> None:
+    encoded = encoded_of([(3, 3), (4, 2)])
+    kept, report = drop_long(encoded, max_len=4)
+    assert kept is encoded
+    assert not report
+    assert not str(report)
+    with pytest.raises(ValueError, match="at most 2 pieces"):
+        drop_long(encoded, max_len=2)
+
+
+def test_encoded_sentences_end_with_eos() -> None:
+    text = ParallelText(source=("ein Hund", ""), target=("a dog", "<eos>"))
+    tokenizer = Tokenizer.train([*text.source, *text.target], TokenizerConfig(vocab_size=260))
+    encoded = encode_text(text, tokenizer)
+    assert [row.count(EOS_ID) for row in encoded.src + encoded.tgt] == [1, 1, 1, 1]
+    assert [row[-1] for row in encoded.src + encoded.tgt] == [EOS_ID] * 4
+    assert tokenizer.decode(encoded.tgt) == list(text.target)
+    assert encoded.lengths.tolist() == [[9, 6], [1, 6]]
+
+
+def test_impossible_shapes_and_texts_are_refused() -> None:
+    with pytest.raises(ValueError, match="src_len=0"):
+        Bucket(0, 1, 1)
+    with pytest.raises(ValueError, match="got 1 and 0"):
+        EncodedText(src=[[2]], tgt=[])
+    with pytest.raises(ValueError, match="got 0 and 0"):
+        EncodedText(src=[], tgt=[])
