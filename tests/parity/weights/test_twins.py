@@ -24,7 +24,7 @@ def test_every_parameter_of_the_real_models_has_its_place(tie_embeddings, norm_o
     )
     reference = torch_model.Transformer(config, generator=torch.Generator().manual_seed(0))
     values = {name: tensor.detach().numpy() for name, tensor in reference.state_dict().items()}
-    state = nnx.state(flax_model.Transformer(config, rngs=nnx.Rngs(0)), nnx.Param).flat_state()
+    state = nnx.to_flat_state(nnx.state(flax_model.Transformer(config, rngs=nnx.Rngs(0)), nnx.Param))
     expected = {".".join(map(str, path)): TensorSpec(leaf.shape, np.dtype(leaf.dtype)) for path, leaf in state}
     mapping = twin_mapping(tied=tie_embeddings == "all")
     mapped = mapping.apply(values, expected=expected)
