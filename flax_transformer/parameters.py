@@ -18,7 +18,7 @@ def abstract_model(config: TransformerConfig) -> Transformer:
 def parameters(model: Transformer) -> dict[str, Array]:
     """Every parameter by its dotted name; a tied one stands once."""
     return {
-        ".".join(map(str, path)): variable[...]
+        ".".join(map(str, path)): variable.get_value()
         for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
     }
 

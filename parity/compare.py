@@ -1,0 +1,81 @@
+"""Distances between arrays. None of them can be fooled by NaN, by cancellation or by an empty comparison."""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One tensor on both sides, and the bound its error was judged by."""
+
+    tensor: str
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Within the bound; False for NaN."""
+        return self.error <= self.bound
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identical:
+    """How many float64 values are the same bit pattern after rounding to float32."""
+
+    count: int
+    unequal: int
+    max_units: int
+    """Largest distance of the unequal ones, in float32 units in the last place."""
+
+    @property
+    def share(self) -> float:
+        """Of the equal ones, 0 to 1."""
+        return 1.0 - self.unequal / self.count if self.count else 0.0
+
+    def __add__(self, other: "Identical") -> "Identical":
+        return Identical(
+            count=self.count + other.count,
+            unequal=self.unequal + other.unequal,
+            max_units=max(self.max_units, other.max_units),
+        )
+
+
+NOTHING_COMPARED = Identical(count=0, unequal=0, max_units=0)
+
+
+def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
+    """‖got - expected‖ / ‖expected‖, Euclidean. 0 if both are equal, zeros included.
+
+    Infinite for different shapes, and where either has a value that is not finite: the harness never compares such
+    values away.
+    """
+    if got.shape != expected.shape or not np.isfinite(got).all() or not np.isfinite(expected).all():
+        return float("inf")
+    difference = norm(got.astype(np.float64) - expected.astype(np.float64))
+    if difference == 0.0:
+        return 0.0
+    scale = norm(expected)
+    return difference / scale if scale > 0.0 else float("inf")
+
+
+def norm(x: np.ndarray) -> float:
+    """Euclidean norm in float64."""
+    return float(np.linalg.norm(x.astype(np.float64, copy=False).ravel()))
+
+
+def identical_after_rounding(got: np.ndarray, expected: np.ndarray) -> Identical:
+    """Rounds both to float32 and compares bit patterns; 0 and -0 are the same value."""
+    if got.shape != expected.shape:
+        return Identical(count=max(got.size, 1), unequal=max(got.size, 1), max_units=2**32)
+    units = np.abs(_ordered(got) - _ordered(expected))
+    return Identical(
+        count=got.size, unequal=int(np.count_nonzero(units)), max_units=int(units.max()) if units.size else 0
+    )
+
+
+def _ordered(x: np.ndarray) -> np.ndarray:
+    """float32 bit patterns as integers in the order of the values, so that a difference counts units."""
+    with np.errstate(over="ignore"):
+        bits = x.astype(np.float32).view(np.int32).astype(np.int64)
+    return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)

@@ -1,0 +1,32 @@
+"""Every bound of the parity check, with its reason. Loosening one needs a line in CHANGELOG.md."""
+
+import math
+
+FLOAT64_RELATIVE = 1e-12
+"""Norm-wise relative error between the two float64 runs. Equal mathematics differ by the order of sums: 1e-15 to 1e-14
+a layer; a real porting bug, even a norm's eps of 1e-6 for 1e-5, is at least 1e-8. Between lies a wide gap."""
+
+FLOAT32_RATIO = 2.0
+"""The port's float32 error against the float64 answer may be this many times the reference's. Two equally good
+float32 programs are within 0.96 and 1.2 of each other on tensors large enough to judge."""
+
+FLOAT32_FLOOR = 16 * 2.0**-24
+"""Float32 errors up to 16 half-units, relative to the norm of the tensor, are never held against the port: on tensors
+of a few elements a ratio of two rounding errors exceeds 2 by chance (8% of the time on 5 elements)."""
+
+ZERO_GRADIENT_UNITS = 64.0
+"""A bias gradient is zero in exact arithmetic if its norm is below so many units of rounding of the sum of absolute
+values it is made of. The key projection's is: softmax does not see a shift that all keys share. What is left is
+rounding noise, as large as the number of roundings, and a relative error of it would be noise over noise."""
+
+UNEQUAL_AFTER_ROUNDING = 1e-6
+"""Share of float64 logits that may round to different float32 values: those near a tie, measured at 4 in 48 million.
+At least one is allowed, whatever the number of logits."""
+
+UNITS_AFTER_ROUNDING = 1
+"""Largest distance, in float32 units in the last place, of logits that do round differently."""
+
+
+def allowed_unequal(count: int) -> int:
+    """How many of `count` logits may differ after rounding to float32."""
+    return max(1, math.floor(count * UNEQUAL_AFTER_ROUNDING))
