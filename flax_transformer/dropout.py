@@ -8,17 +8,18 @@ to the other under these names.
 import math
 import zlib
 from collections.abc import Mapping
-from typing import Protocol, Self
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 
+@runtime_checkable
 class DropoutSource(Protocol):
     """Where the keep masks of one part of the model come from. True = keep."""
 
-    def at(self, name: str) -> Self:
+    def at(self, name: str) -> "DropoutSource":
         """The source for the part of the model called `name`."""
         ...
 
@@ -46,7 +47,7 @@ class DropoutSource(Protocol):
 class NoDropout:
     """Keeps everything: evaluation, decoding."""
 
-    def at(self, name: str) -> Self:
+    def at(self, name: str) -> "NoDropout":
         """Itself."""
         return self
 
@@ -69,7 +70,7 @@ class DropoutKey:
     def __init__(self, key: Key[Array, ""]):
         self.key = key
 
-    def at(self, name: str) -> Self:
+    def at(self, name: str) -> "DropoutKey":
         """Folds a checksum of `name` into the key; crc32 because Python's own hash differs between processes."""
         return type(self)(jax.random.fold_in(self.key, zlib.crc32(name.encode())))
 
@@ -96,7 +97,7 @@ class DropoutKey:
         return (self.key,), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Key[Array, ""]]) -> Self:
+    def tree_unflatten(cls, _: None, children: tuple[Key[Array, ""]]) -> "DropoutKey":
         """For jax transformations."""
         return cls(*children)
 
@@ -112,7 +113,7 @@ class DropoutMasks:
         self.masks = dict(masks)
         self.path = path
 
-    def at(self, name: str) -> Self:
+    def at(self, name: str) -> "DropoutMasks":
         """The masks below `name`."""
         return type(self)(self.masks, f"{self.path}.{name}" if self.path else name)
 
@@ -150,7 +151,7 @@ class DropoutMasks:
         return (self.masks,), self.path
 
     @classmethod
-    def tree_unflatten(cls, path: str, children: tuple[dict[str, Bool[Array, "..."]]]) -> Self:
+    def tree_unflatten(cls, path: str, children: tuple[dict[str, Bool[Array, "..."]]]) -> "DropoutMasks":
         """For jax transformations; leaves need not be arrays here."""
         dropout = object.__new__(cls)
         dropout.masks, dropout.path = children[0], path

@@ -69,14 +69,17 @@ def convert(
     """Convert a file or folder of weights.
 
     Args:
-        src: .pt, .safetensors or an Orbax folder, such as RUN/checkpoints/STEP/params.
+        src: .pt, .safetensors, an Orbax folder, or the folder of a training run: its newest checkpoint.
         dst: Its suffix decides how it is stored; none means an Orbax folder.
         source_format: Layout of the source.
         target_format: Layout of the target.
         overwrite: Replace what is there.
     """
     from parity.convert import convert as convert_weights
+    from parity.convert import newest_params
 
+    if (src / "checkpoints").is_dir():
+        src = newest_params(src)
     print(convert_weights(src, dst, source_format=source_format, target_format=target_format, overwrite=overwrite))
     return 0
 

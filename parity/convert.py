@@ -76,6 +76,18 @@ def convert(src: Path, dst: Path, *, source_format: Format, target_format: Forma
     )
 
 
+def newest_params(run: Path) -> Path:
+    """The parameters in the newest checkpoint of a training run: `<run>/checkpoints/<step>/params`.
+
+    Raises FileNotFoundError if there is none.
+    """
+    # Orbax gives a checkpoint its bare number as a name when it is whole, and not before.
+    steps = [int(folder.name) for folder in (run / "checkpoints").iterdir() if folder.name.isdecimal()]
+    if not steps:
+        raise FileNotFoundError(f"{run / 'checkpoints'}: expected a finished checkpoint, found none")
+    return run / "checkpoints" / str(max(steps)) / "params"
+
+
 def _check_paths(src: Path, dst: Path, source_format: Format, target_format: Format, overwrite: bool) -> None:
     for path, format_ in ((src, source_format), (dst, target_format)):
         if format_ not in get_args(Format):

@@ -84,8 +84,7 @@ class _Climb:
         self.port_weights = port_weights
         self.references = {precision: pair.build_reference(precision) for precision in ANY_PRECISION}
         self.ports = {
-            precision: PortRunner(pair.build_port, pair.run_port, precision=precision)
-            for precision in ANY_PRECISION
+            precision: PortRunner(pair.build_port, pair.run_port, precision=precision) for precision in ANY_PRECISION
         }
         self.comparisons: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
         self.logits_identical = NOTHING_COMPARED

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 from transformer_config import TransformerConfig
 
@@ -172,11 +172,11 @@ class TrainConfig:
             if limit is not None and length > limit:
                 raise ValueError(f"{name}: expected at most the {limit} positions of the model's table, got {length}")
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> "TrainConfig":
         """A copy with some fields changed; validated again."""
         return dataclasses.replace(self, **changes)
 
-    def with_vocabulary(self, size: int) -> Self:
+    def with_vocabulary(self, size: int) -> "TrainConfig":
         """The same run with the model's vocabularies as large as the tokenizer's."""
         return self.replace(model=self.model.replace(src_vocab_size=size, tgt_vocab_size=size))
 
@@ -185,7 +185,7 @@ class TrainConfig:
         return _plain(dataclasses.asdict(self))
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+    def from_dict(cls, values: Mapping[str, Any]) -> "TrainConfig":
         """The inverse of `to_dict`. Raises ValueError that names any field this version does not know."""
         return _from_plain(cls, values, "")
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
 
 import numpy as np
 from rich.console import Console
@@ -35,7 +34,7 @@ class TrainingProgress:
         self._tokens = 0
         self._started = time.perf_counter()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "TrainingProgress":
         self._progress.start()
         return self
 
