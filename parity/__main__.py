@@ -3,12 +3,16 @@
 Exit status of check: 0 equal, 1 not equal, 2 wrong usage; of convert: 0 done, 1 it failed, 2 wrong usage.
 """
 
+import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+
+from transformer_config import TransformerConfig
 
 # Only light modules above: `--help` must not wait for jax and torch.
 
@@ -24,38 +28,55 @@ def check(
     *,
     preset: Preset | None = None,
     checkpoint: Path | None = None,
+    set: tuple[str, ...] = (),
     seed: int = 0,
-    json: Path | None = None,
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> int:
     """Check that the torch reference and the Flax twin compute the same.
 
     Args:
         preset: Random weights for this config.
         checkpoint: Folder of a training run: its trained weights, on its own validation text.
+        set: Fields of the preset's config to change, such as `--set norm_order=pre window=4`.
         seed: Of random weights and ids.
-        json: Write the report to this file too.
+        json_file: Write the report to this file too.
     """
     if (preset is None) == (checkpoint is None):
         raise UsageError("expected either --preset or --checkpoint")
+    if set and preset is None:
+        raise UsageError("expected --set together with --preset; a checkpoint has its own config")
     from rich.console import Console
 
     from parity import ladder, report, twins
-    from transformer_config import TransformerConfig
 
     if checkpoint is not None:
         pair = twins.checkpoint_pair(checkpoint)
     else:
         assert preset is not None
-        config: TransformerConfig = getattr(TransformerConfig, preset)()
+        config: TransformerConfig = getattr(TransformerConfig, preset)(**_fields(set))
         pair = twins.preset_pair(config, seed=seed, name=f"preset {preset}")
     console = Console()
     with console.status("Comparing ..."):
         outcome = ladder.check(pair)
     report.show(outcome, console=console)
-    if json is not None:
-        report.write_json(outcome, json)
-        console.print(f"Written to {json}.")
+    if json_file is not None:
+        report.write_json(outcome, json_file)
+        console.print(f"Written to {json_file}.")
     return 0 if outcome.passed else 1
+
+
+def _fields(assignments: Sequence[str]) -> dict[str, object]:
+    """`name=value` each; a value is read as JSON where it is JSON, and as text where it is not."""
+    fields: dict[str, object] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or name not in {field.name for field in dataclasses.fields(TransformerConfig)}:
+            raise UsageError(f"expected FIELD=VALUE with a field of TransformerConfig, got {assignment!r}")
+        try:
+            fields[name] = json.loads(text.replace("None", "null").replace("True", "true").replace("False", "false"))
+        except json.JSONDecodeError:
+            fields[name] = text
+    return fields
 
 
 def convert(

@@ -132,7 +132,7 @@ class _Climb:
         everything = [
             trace.outputs | {"logits": trace.logits, "loss": trace.loss} for trace in (port, reference, exact)
         ]
-        self.record("module outputs, logits and loss", "float32", forward.against_float64(*everything), label)
+        self.record("outputs, logits and loss", "float32", forward.against_float64(*everything), label)
         theirs = gradients.in_port_layout(reference, self.pair.mapping)
         float32 = gradients.float32_gradients(port.gradients, theirs, answer, zero=zero)
         self.record("gradients", "float32", float32, label)
@@ -157,7 +157,7 @@ class _Climb:
             tensor="logits: how many differ", error=identical.unequal, bound=allowed_unequal(identical.count)
         )
         units = Comparison(tensor="logits: units apart", error=identical.max_units, bound=UNITS_AFTER_ROUNDING)
-        return Rung.of("logits after rounding", "float64 to float32", [unequal, units])
+        return Rung.of("logits after rounding to float32", "rounded", [unequal, units])
 
 
 def locate(port: Trace, reference: Trace) -> Location | None:

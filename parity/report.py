@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,11 +23,10 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "numpy", "orbax-checkpoin
 
 def show(report: Report, *, console: Console) -> None:
     """Prints the table, the shares of identical values, the first difference and the verdict."""
-    table = Table(title=f"Parity of {report.name}, {report.num_parameters:,} parameters")
-    table.add_column("rung", overflow="fold")
-    table.add_column("precision", overflow="fold")
-    table.add_column("", width=4)
-    table.add_column("tensors", justify="right")
+    table = Table(title=f"Parity of {report.name}, {report.num_parameters:,} parameters", box=box.SIMPLE)
+    table.add_column("precision")
+    table.add_column("compared", overflow="fold")
+    table.add_column("")
     table.add_column("nearest to its bound", overflow="fold")
     table.add_column("error", justify="right", no_wrap=True)
     table.add_column("bound", justify="right", no_wrap=True)
@@ -34,7 +34,7 @@ def show(report: Report, *, console: Console) -> None:
         verdict = Text("ok", style="green") if rung.passed else Text("FAIL", style="bold red")
         worst = rung.worst or Comparison(tensor="nothing compared", error=float("nan"), bound=float("nan"))
         error, bound = f"{worst.error:.1e}", f"{worst.bound:.1e}"
-        table.add_row(rung.name, rung.precision, verdict, str(rung.compared), Text(worst.tensor), error, bound)
+        table.add_row(rung.precision, f"{rung.compared} {rung.name}", verdict, Text(worst.tensor), error, bound)
     console.print(table)
     console.print(_identical_line("Logits", report.logits_identical))
     console.print(_identical_line("Gradients", report.gradients_identical))

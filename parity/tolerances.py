@@ -11,8 +11,9 @@ FLOAT32_RATIO = 2.0
 float32 programs are within 0.96 and 1.2 of each other on tensors large enough to judge."""
 
 FLOAT32_FLOOR = 16 * 2.0**-24
-"""Float32 errors up to 16 half-units, relative to the norm of the tensor, are never held against the port: on tensors
-of a few elements a ratio of two rounding errors exceeds 2 by chance (8% of the time on 5 elements)."""
+"""Float32 errors up to 16 half-units, relative to the norm of the tensor, are not held against the port tensor by
+tensor: on a few elements a ratio of two rounding errors exceeds 2 by chance (8% of the time on 5 elements). Pooled over
+all tensors there is no floor."""
 
 ZERO_GRADIENT_UNITS = 64.0
 """A bias gradient is zero in exact arithmetic if its norm is below so many units of rounding of the sum of absolute

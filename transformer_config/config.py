@@ -200,7 +200,10 @@ class TransformerConfig:
 
     @classmethod
     def tiny(cls, **changes: Any) -> Self:
-        """For tests: small, and no two dimensions alike, so that no transpose can hide in a square."""
+        """For tests: small, and no two dimensions alike, so that no transpose can hide behind equal shapes.
+
+        Its activation is gelu, the one of which the frameworks' own defaults differ.
+        """
         fields: dict[str, Any] = {
             "src_vocab_size": 71,
             "tgt_vocab_size": 67,
@@ -209,6 +212,7 @@ class TransformerConfig:
             "num_heads": 5,
             "num_encoder_layers": 2,
             "num_decoder_layers": 3,
+            "activation": "gelu",
             "tie_embeddings": "output",
             "max_len": 33,
             "attention_block_size": 4,
