@@ -30,9 +30,7 @@ def read_orbax(path: Path) -> Checkpoint:
             raise StoreError(f"{path}: expected a pytree saved by Orbax, got {error}") from error
         tree = saved.item_metadata.tree if hasattr(saved.item_metadata, "tree") else None
         if tree is None:
-            inside = sorted(child.parent.name for child in path.glob("*/_METADATA"))
-            hint = f"; one is in {', '.join(inside)}" if inside else ""
-            raise StoreError(f"{path}: expected a pytree saved by Orbax, got a directory without one{hint}")
+            raise StoreError(f"{path}: expected a pytree saved by Orbax, got {_describe(path)}")
         for name, leaf in _flatten(tree):
             if not isinstance(leaf, ocp.metadata.ArrayMetadata):  # of which Python's numbers are a subclass
                 kind = type(leaf).__name__.removesuffix("Metadata").lower()
@@ -41,7 +39,7 @@ def read_orbax(path: Path) -> Checkpoint:
         try:
             restored = checkpointer.restore(path.absolute(), restore_args=as_numpy)
         except Exception as error:  # tensorstore's errors name the tensor; their types vary
-            raise StoreError(f"{path}: expected whole tensors, got {error}") from error
+            raise StoreError(f"{path}: expected whole tensors, got damaged ones: {error}") from error
     tensors: dict[str, np.ndarray] = {}
     for name, array in _flatten(restored):
         if name in tensors:
@@ -74,6 +72,13 @@ def write_orbax(path: Path, checkpoint: Checkpoint) -> None:
             checkpointer.save(path.absolute(), tree, custom_metadata=notes or None)
         except ValueError as error:
             raise StoreError(f"{path}: expected what Orbax can save, got {error}") from error
+
+
+def _describe(path: Path) -> str:
+    if (path / "_METADATA").exists():
+        return "a damaged one"
+    inside = sorted(child.parent.name for child in path.glob("*/_METADATA"))
+    return "a directory without one" + (f"; one is in {', '.join(inside)}" if inside else "")
 
 
 def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

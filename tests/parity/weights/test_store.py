@@ -1,6 +1,7 @@
 import importlib.util
 import os
 import pickle
+import subprocess
 import sys
 
 import ml_dtypes
@@ -177,19 +178,29 @@ def test_orbax_trees_of_jax_arrays_lists_and_numbers(tmp_path):
         read_tensors(tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[:2])
 def test_damaged_files_are_named(tmp_path, name):
     path = tmp_path / name
     write_tensors(path, Checkpoint(tensors={"first": np.arange(5000.0), "second": np.ones(3)}))
-    for file in [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file() and "d" in f.parts[-2:]]:
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"nonsense" * 9):
+        path.write_bytes(content)
+        with pytest.raises(StoreError, match=f"{name}: expected"):
+            dict(read_tensors(path).tensors)
+
+
+def test_a_damaged_orbax_directory_is_named(tmp_path):
+    path = tmp_path / "w"
+    write_tensors(path, Checkpoint(tensors={"first": np.arange(5000.0), "second": np.ones(3)}))
+    for file in path.rglob("d/*"):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(StoreError, match=f"{name}: expected"):
-        dict(read_tensors(path).tensors)
-    for content in (b"", b"nonsense" * 9):
-        if path.is_file():
-            path.write_bytes(content)
-            with pytest.raises(StoreError, match=f"{name}: expected"):
-                read_tensors(path)
+    # In a process of its own: when one read fails, Orbax closes its event loop under the others, and their threads
+    # may then complain of that at any later moment, in the middle of another test.
+    code = f"from parity.weights.store import read_tensors; read_tensors({str(path)!r})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert f"StoreError: {path}: expected" in result.stderr
+    assert "damaged" in result.stderr
 
 
 class Malicious:
