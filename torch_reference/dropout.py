@@ -11,17 +11,18 @@ time. Here a mask is a pure function of (seed, name of the site, shape, rate); r
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
+@runtime_checkable
 class DropoutSource(Protocol):
     """Where the keep masks of one part of the model come from. True = keep."""
 
-    def at(self, name: str) -> Self:
+    def at(self, name: str) -> "DropoutSource":
         """The source for the part of the model called `name`."""
         ...
 
@@ -50,7 +51,7 @@ class DropoutSource(Protocol):
 class NoDropout:
     """Keeps everything: evaluation, decoding."""
 
-    def at(self, name: str) -> Self:
+    def at(self, name: str) -> "NoDropout":
         """Itself."""
         return self
 
@@ -77,9 +78,9 @@ class DropoutSeed:
         self.seed = seed if isinstance(seed, Tensor) else torch.tensor(seed, dtype=torch.int64, device="cpu")
         self.path = path
 
-    def at(self, name: str) -> Self:
+    def at(self, name: str) -> "DropoutSeed":
         """The same seed, for the site `name` below this one."""
-        return type(self)(self.seed, f"{self.path}.{name}" if self.path else name)
+        return DropoutSeed(self.seed, f"{self.path}.{name}" if self.path else name)
 
     def keep(self, shape: tuple[int, ...], *, rate: float, device: torch.device | None = None) -> Bool[Tensor, "..."]:
         """A mask of this site, each element kept with probability 1 - rate."""
@@ -110,9 +111,9 @@ class DropoutMasks:
         self.masks = dict(masks)
         self.path = path
 
-    def at(self, name: str) -> Self:
+    def at(self, name: str) -> "DropoutMasks":
         """The masks below `name`."""
-        return type(self)(self.masks, f"{self.path}.{name}" if self.path else name)
+        return DropoutMasks(self.masks, f"{self.path}.{name}" if self.path else name)
 
     def keep(self, shape: tuple[int, ...], *, rate: float, device: torch.device | None = None) -> Bool[Tensor, "..."]:
         """The mask that was handed in for this site."""

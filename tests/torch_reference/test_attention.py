@@ -36,7 +36,7 @@ def attention_by_loops(query, key, value, allowed):
 
 
 def test_plain_attention_equals_the_formula_written_as_loops():
-    query, key, value = heads(2, 3, 4, 5, seed=1), heads(2, 3, 6, 5, seed=2), heads(2, 3, 6, 7, seed=3)
+    query, key, value = heads(2, 3, 4, 5, seed=1), heads(2, 3, 6, 5, seed=2), heads(2, 3, 6, 5, seed=3)
     allowed = heads(2, 1, 4, 6, seed=4) > -0.5
     allowed[0, 0, 2] = False
     got = plain_attention(query, key, value, allowed)
@@ -47,7 +47,7 @@ def test_plain_attention_equals_the_formula_written_as_loops():
 
 
 def test_dropout_is_on_the_weights_and_returned_weights_are_without_it():
-    query, key, value = heads(2, 3, 4, 5, seed=1), heads(2, 3, 6, 5, seed=2), heads(2, 3, 6, 7, seed=3)
+    query, key, value = heads(2, 3, 4, 5, seed=1), heads(2, 3, 6, 5, seed=2), heads(2, 3, 6, 5, seed=3)
     allowed = torch.ones(1, 1, 4, 6, dtype=torch.bool)
     keep = heads(2, 3, 4, 6, seed=5) > -0.5
     got = plain_attention(query, key, value, allowed, source=DropoutMasks({"": keep}), rate=0.3)

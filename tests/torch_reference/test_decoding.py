@@ -57,6 +57,21 @@ def test_a_sentence_does_not_depend_on_its_neighbours(model, src):
     assert torch.equal(greedy(model, src, max_len=4), together[:, :4])
 
 
+def test_special_ids_may_coincide(build, src):
+    """Marian starts targets with pad_id, fairseq with eos_id."""
+    model = build(tie_embeddings="none", bos_id=0)
+    output = greedy(model, src, max_len=5)
+    tgt = F.pad(output, (1, 0), value=0)[:, :-1]
+    mask = torch.ones_like(tgt, dtype=torch.bool)
+    logits = model.decode(tgt, model.encode(src), src_mask=src != 0, tgt_mask=mask)
+    logits[..., 0] = -torch.inf
+    assert torch.equal(logits.argmax(dim=-1)[output != 0], output[output != 0])
+    model = build(tie_embeddings="none", bos_id=2)
+    with torch.no_grad():
+        model.output_projection.bias[2] += 50.0
+    assert greedy(model, src, max_len=5)[0].tolist() == [2, 0, 0, 0, 0]
+
+
 def test_max_len_is_checked(build, src):
     with pytest.raises(ValueError, match=r"expected max_len in \[1, 33\], got 34"):
         greedy(build(positions="learned"), src, max_len=34)
