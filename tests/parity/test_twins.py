@@ -128,7 +128,9 @@ def test_the_same_dropout_masks_give_the_same_gradients(attention: str, norm_ord
         dropout = flax_transformer.DropoutMasks({n: jnp.asarray(m) for n, m in masks.items()})
 
         def loss(params: dict[str, jax.Array]) -> jax.Array:
-            logits = with_parameters(like, params)(jnp.asarray(batch["src"]), jnp.asarray(batch["tgt_in"]), dropout=dropout)
+            logits = with_parameters(like, params)(
+                jnp.asarray(batch["src"]), jnp.asarray(batch["tgt_in"]), dropout=dropout
+            )
             return jax_loss(logits, jnp.asarray(batch["tgt_out"]), smoothing=0.1, pad_id=0).loss
 
         value, gradients = jax.jit(jax.value_and_grad(loss))(params)
@@ -171,7 +173,9 @@ def test_half_width_twins_are_equally_far_from_the_answer(dtype: str) -> None:
 
     answer = torch_logits(exact)
     params = {n: jnp.asarray(w) for n, w in twin_mapping(tied=False).apply(weights).items()}
-    port = jax.jit(with_parameters(abstract_model(half), params))(jnp.asarray(batch["src"]), jnp.asarray(batch["tgt_in"]))
+    port = jax.jit(with_parameters(abstract_model(half), params))(
+        jnp.asarray(batch["src"]), jnp.asarray(batch["tgt_in"])
+    )
     assert port.dtype == jnp.dtype(dtype)
     theirs, ours = relative_error(torch_logits(half), answer), relative_error(np.asarray(port, np.float64), answer)
     assert ours < 2 * theirs
