@@ -8,7 +8,7 @@ to the other under these names.
 import math
 import zlib
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -92,14 +92,16 @@ class DropoutKey:
         shape = (*lead, groups, query_index.shape[1], key_index.shape[1])
         return _bernoulli_keep(jax.random.fold_in(self.key, step), shape, rate)
 
-    def tree_flatten(self) -> tuple[tuple[Key[Array, ""]], None]:
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
         """For jax transformations."""
         return (self.key,), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Key[Array, ""]]) -> "DropoutKey":
-        """For jax transformations."""
-        return cls(*children)
+    def tree_unflatten(cls, _: None, children: tuple[Any]) -> "DropoutKey":
+        """For jax transformations; leaves need not be arrays here."""
+        dropout = object.__new__(cls)
+        (dropout.key,) = children
+        return dropout
 
 
 @jax.tree_util.register_pytree_node_class
@@ -146,12 +148,12 @@ class DropoutMasks:
         columns = jnp.clip(key_index, 0, mask.shape[3] - 1)
         return mask[:, :, rows[:, :, None], columns[:, None, :]]
 
-    def tree_flatten(self) -> tuple[tuple[dict[str, Bool[Array, "..."]]], str]:
+    def tree_flatten(self) -> tuple[tuple[dict[str, Any]], str]:
         """For jax transformations."""
         return (self.masks,), self.path
 
     @classmethod
-    def tree_unflatten(cls, path: str, children: tuple[dict[str, Bool[Array, "..."]]]) -> "DropoutMasks":
+    def tree_unflatten(cls, path: str, children: tuple[dict[str, Any]]) -> "DropoutMasks":
         """For jax transformations; leaves need not be arrays here."""
         dropout = object.__new__(cls)
         dropout.masks, dropout.path = children[0], path
