@@ -25,8 +25,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 from jaxtyping import install_import_hook  # noqa: E402
 
 # Left out: torch_reference, because torch.compile(fullgraph=True) cannot trace through the checks and its tests of that
-# would be skipped (CHECK_TORCH_SHAPES=1 has it the other way round); parity, whose tests hand in wrong types on purpose,
-# to see the package's own errors.
+# would be skipped (CHECK_TORCH_SHAPES=1 has it the other way round); parity, whose tests hand in wrong types on
+# purpose, to see the package's own errors.
 _CHECKED = ["flax_transformer", "train"]
 if os.environ.get("CHECK_TORCH_SHAPES") == "1":
     _CHECKED.append("torch_reference")
