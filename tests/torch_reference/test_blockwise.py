@@ -122,3 +122,13 @@ def test_memory_is_linear_in_length(window, rate):
     assert sizes[1] <= 2 * sizes[0]
     # Blocks outside the window are never visited: as many steps however long the sequence.
     assert products[1] == (products[0] if window is not None else 2 * products[0]) > 0
+
+
+def test_causal_windows_skip_the_blocks_of_the_future():
+    products = []
+    for causal in (True, False):
+        query, key, value = (normal(1, 1, 64, 4, seed=seed) for seed in range(3))
+        with LargestTensor() as seen:
+            blockwise_attention(query, key, value, AttentionMask(causal=causal, window=8), block_size=8)
+        products.append(seen.products)
+    assert products == [2 * 2, 2 * 3]  # scores and output, of the group itself and of its neighbours

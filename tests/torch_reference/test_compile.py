@@ -8,7 +8,6 @@ import torch
 from torch_reference import DropoutSeed, Transformer
 from torch_reference.training import TrainingOptions, initial_state
 
-
 pytestmark = pytest.mark.skipif(
     hasattr(Transformer.forward, "__wrapped__"), reason="run-time checks of shapes cannot be traced"
 )

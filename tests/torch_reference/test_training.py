@@ -243,6 +243,21 @@ def test_a_step_whose_float16_gradients_overflow_is_skipped():
     assert not torch.equal(parameters(model)["src_embedding.weight"], before["src_embedding.weight"])
 
 
+def test_float16_gradients_are_clipped_at_their_true_size():
+    """Not at the size that the scaler gave them."""
+    (batch,) = copy_batches(1, seed=0)
+    options = TrainingOptions(clip_norm=0.5)
+    found = {}
+    for dtype in ("float32", "float16"):
+        model = copy_model(dtype=dtype, dropout=0.0)
+        metrics = train_step(initial_state(model, options), [batch], options)
+        found[dtype] = metrics.grad_norm
+        clipped = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+        assert clipped == pytest.approx(0.5, rel=1e-4)
+    assert found["float16"] == pytest.approx(found["float32"], rel=0.02)
+    assert found["float32"] > 0.5
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_with_good_parameters():
     """T13."""
     model, (batch,) = copy_model(), copy_batches(1, seed=0)
