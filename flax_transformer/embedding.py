@@ -12,7 +12,7 @@ from transformer_config import TransformerConfig
 
 
 class Embedding(nnx.Module):
-    """A table of vectors, one an id, drawn from N(0, 1/√d_model) and multiplied by √d_model where it is read."""
+    """A table of vectors, one an id, multiplied by √d_model where it is read; initial standard deviation 1/√d_model."""
 
     def __init__(self, vocab_size: int, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.d_model = config.d_model
@@ -21,7 +21,8 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: Int[Array, "batch length"]) -> Float[Array, "batch length d_model"]:
         """The scaled vectors of `ids`."""
-        return self.weight[...][ids].astype(self.dtype) * math.sqrt(self.d_model)
+        rows = self.weight[...][ids].astype(self.dtype)
+        return (wide(rows) * math.sqrt(self.d_model)).astype(self.dtype)
 
     def logits(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
         """x Eᵀ: the table as an output projection, without the scale (paper 3.4)."""

@@ -44,17 +44,19 @@ def run_reference(
     summed: dict[str, np.ndarray] = {}
 
     def on_call(name: str) -> Any:
-        def hook(_: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def hook(called: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             given.setdefault(name, []).append(_tensors((args, list(kwargs.values()))))
             returned.setdefault(name, []).append(_tensors(output))
             order.append(_numbered(name, len(returned[name])))
+            if isinstance(called, torch.nn.Linear) and called.bias is not None and output.requires_grad:
+                output.register_hook(on_gradient(f"{name}.bias"))
 
         return hook
 
-    def on_gradient(name: str) -> Any:
-        def hook(_: torch.nn.Module, __: Any, gradients: Any) -> None:
-            key, total = f"{name}.bias", gradients[0].abs().flatten(0, -2).sum(0).detach().numpy()
-            summed[key] = summed[key] + total if key in summed else total
+    def on_gradient(bias: str) -> Any:
+        def hook(gradient: torch.Tensor) -> None:
+            total = _numpy(gradient.abs().flatten(0, -2).sum(0))
+            summed[bias] = summed[bias] + total if bias in summed else total
 
         return hook
 
@@ -63,17 +65,13 @@ def run_reference(
         for name, submodule in module.named_modules()
         if name
     ]
-    handles += [
-        submodule.register_full_backward_hook(on_gradient(name))
-        for name, submodule in module.named_modules()
-        if isinstance(submodule, torch.nn.Linear) and submodule.bias is not None
-    ]
     try:
         logits, loss = run(module, {name: torch.from_numpy(array) for name, array in inputs.items()})
-        loss.backward()
     finally:
+        # Before the backward pass, in which gradient checkpointing calls modules once more.
         for handle in handles:
             handle.remove()
+    loss.backward()
     outputs = _named({name: [[_numpy(t) for t in call] for call in calls] for name, calls in returned.items()})
     rank = {name: i for i, name in enumerate(order)}
     return Trace(

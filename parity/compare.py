@@ -60,8 +60,11 @@ def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
 
 
 def norm(x: np.ndarray) -> float:
-    """Euclidean norm in float64."""
-    return float(np.linalg.norm(x.astype(np.float64, copy=False).ravel()))
+    """Euclidean norm in float64, of whatever size: squares neither overflow nor vanish."""
+    largest = float(np.abs(x).max()) if x.size else 0.0
+    if largest == 0.0 or not np.isfinite(largest):
+        return largest
+    return largest * float(np.linalg.norm(x.astype(np.float64, copy=False).ravel() / largest))
 
 
 def identical_after_rounding(got: np.ndarray, expected: np.ndarray) -> Identical:

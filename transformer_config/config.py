@@ -94,10 +94,10 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name in ("src_vocab_size", "tgt_vocab_size", "d_model", "d_ff", "num_heads", "max_len"):
+        layers = ("num_encoder_layers", "num_decoder_layers")
+        for name in (*layers, "src_vocab_size", "tgt_vocab_size", "d_model", "d_ff", "num_heads", "max_len"):
             _expect(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        for name in ("num_encoder_layers", "num_decoder_layers", "position_offset"):
-            _expect(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+        _expect(self.position_offset >= 0, "position_offset", "at least 0", self.position_offset)
         for name in ("dropout", "attention_dropout", "activation_dropout"):
             _expect(0.0 <= getattr(self, name) < 1.0, name, "a rate in [0, 1)", getattr(self, name))
         _expect(self.attention_block_size >= 1, "attention_block_size", "at least 1", self.attention_block_size)

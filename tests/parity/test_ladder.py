@@ -1,0 +1,209 @@
+"""The harness on a pair of small models that are not our twins: it passes, fails, and locates."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from rich.console import Console
+
+from parity import ladder, report
+from parity.capture import PortRunner, run_reference
+from parity.pair import Pair
+from parity.weights.mapping import MappingError, Rule, WeightMapping
+from parity.weights.rules import Transpose
+
+MAPPING = WeightMapping(
+    [
+        Rule("{layer}.weight", "{layer}.kernel", (Transpose(),)),
+        Rule("{layer}.bias", "{layer}.bias"),
+    ]
+)
+
+
+class Reference(torch.nn.Module):
+    """Two layers, the second called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(5, 7)
+        self.second = torch.nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.second(x))
+        return {"out": self.second(x)}
+
+
+class Port(nnx.Module):
+    """Its twin."""
+
+    activation: Callable[[jax.Array], jax.Array] = staticmethod(jnp.tanh)
+
+    def __init__(self, rngs: nnx.Rngs, dtype: Any):
+        self.first = nnx.Linear(5, 7, rngs=rngs, param_dtype=dtype)
+        self.second = nnx.Linear(7, 7, rngs=rngs, param_dtype=dtype)
+
+    def __call__(self, x: jax.Array) -> dict[str, jax.Array]:
+        x = self.activation(self.first(x))
+        x = self.activation(self.second(x))
+        return {"out": self.second(x)}
+
+
+class PortWithRemat(Port):
+    def __call__(self, x: jax.Array) -> dict[str, jax.Array]:
+        x = nnx.remat(lambda layer, x: jnp.tanh(layer(x)))(self.first, x)
+        x = jnp.tanh(self.second(x))
+        return {"out": self.second(x)}
+
+
+class PortThatSkipsAModule(Port):
+    def __call__(self, x: jax.Array) -> dict[str, jax.Array]:
+        x = jnp.tanh(x @ self.first.kernel[...] + self.first.bias[...])
+        x = jnp.tanh(self.second(x))
+        return {"out": self.second(x)}
+
+
+class PortWithAnotherActivation(Port):
+    activation = staticmethod(lambda x: jnp.tanh(x) + 1e-9 * x)
+
+
+class PortWithNaN(Port):
+    activation = staticmethod(lambda x: jnp.where(x > 100.0, jnp.nan, jnp.tanh(x)).at[0, 0].set(jnp.nan))
+
+
+def make_pair(port: type[nnx.Module] = Port, **changes: Any) -> Pair:
+    torch.manual_seed(3)
+    weights = {name: p.detach().numpy().copy() for name, p in Reference().named_parameters()}
+    rng = np.random.default_rng(0)
+    inputs = {"x": rng.normal(size=(3, 5)), "y": rng.normal(size=(3, 7))}
+
+    def run(module: Any, inputs: Any) -> Any:
+        x = inputs["x"].to(next(module.parameters()).dtype) if isinstance(module, torch.nn.Module) else inputs["x"]
+        out = module(x)["out"]
+        return out, ((out - inputs["y"]) ** 2).mean()
+
+    pair = Pair(
+        name="toy",
+        build_reference=lambda precision: Reference().to(getattr(torch, precision)),
+        build_port=lambda precision: port(nnx.Rngs(0), jnp.dtype(precision)),
+        weights=weights,
+        mapping=MAPPING,
+        run_reference=run,
+        run_port=run,
+        batches=(inputs,),
+    )
+    return dataclasses.replace(pair, **changes)
+
+
+@pytest.fixture(scope="module")
+def equal() -> ladder.Report:
+    return ladder.check(make_pair())
+
+
+def test_an_equal_pair_passes(equal: ladder.Report) -> None:
+    assert equal.passed, [rung for rung in equal.rungs if not rung.passed and rung.name != "zero gradients"]
+    assert equal.first_difference is None
+    assert equal.logits_identical.share == 1.0
+
+
+def test_a_module_under_remat_is_seen() -> None:
+    assert ladder.check(make_pair(PortWithRemat)).passed
+
+
+def test_a_module_called_twice_is_recorded_twice() -> None:
+    pair = make_pair()
+    inputs = pair.batches[0]
+    reference = run_reference(
+        pair.build_reference("float64"), pair.run_reference, inputs, weights=pair.weights, precision="float64"
+    )
+    port = PortRunner(pair.build_port, pair.run_port, precision="float64")(pair.mapping.apply(pair.weights), inputs)
+    assert list(reference.outputs) == ["first", "second", "second#2"]
+    assert sorted(port.outputs) == ["first", "second", "second#2"]
+    assert port.outputs["second#2"].dtype == np.float64
+
+
+def test_an_activation_off_by_a_billionth_is_found_and_located() -> None:
+    outcome = ladder.check(make_pair(PortWithAnotherActivation))
+    assert not outcome.passed
+    assert outcome.first_difference is not None
+    # The activation is no module: `second` is the first that returns something else.
+    assert outcome.first_difference.module == "second"
+
+
+def test_the_float32_gate_is_skipped_after_a_float64_failure_and_does_not_pass() -> None:
+    outcome = ladder.check(make_pair(PortWithAnotherActivation))
+    skipped = [rung for rung in outcome.rungs if rung.precision == "float32"]
+    assert skipped
+    assert all(rung.compared == 0 and not rung.passed for rung in skipped)
+
+
+def test_nan_fails() -> None:
+    assert not ladder.check(make_pair(PortWithNaN)).passed
+
+
+def test_a_module_that_the_port_does_not_call_fails_and_is_named() -> None:
+    outcome = ladder.check(make_pair(PortThatSkipsAModule))
+    assert not outcome.passed
+    failures = {failure.tensor for rung in outcome.rungs for failure in rung.failures}
+    assert "first" in failures
+
+
+def test_weights_that_fit_nowhere_are_an_error_with_names() -> None:
+    weights = dict(make_pair().weights)
+    weights["frist.weight"] = weights.pop("first.weight")
+    with pytest.raises(MappingError, match=r"frist\.kernel"):
+        ladder.check(make_pair(weights=weights))
+
+
+def test_a_missing_transpose_of_a_square_matrix_is_found() -> None:
+    mapping = WeightMapping(
+        [
+            Rule("first.weight", "first.kernel", (Transpose(),)),
+            Rule("second.weight", "second.kernel"),
+            Rule("{layer}.bias", "{layer}.bias"),
+        ]
+    )
+    outcome = ladder.check(make_pair(mapping=mapping))
+    assert not outcome.passed
+    assert outcome.first_difference is not None
+    assert outcome.first_difference.module == "second"
+
+
+def test_no_batch_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one batch"):
+        make_pair(batches=())
+
+
+def test_report_as_json_and_as_a_table(equal: ladder.Report, tmp_path: Path) -> None:
+    report.write_json(equal, tmp_path / "deep" / "report.json")
+    values = json.loads((tmp_path / "deep" / "report.json").read_text())
+    assert values["passed"] is True
+    for rung in values["rungs"]:
+        assert {"name", "passed", "precision", "worst"} <= rung.keys()
+        assert {"tensor", "error", "bound"} == rung["worst"].keys()
+    assert values["logits_identical"]["share"] == 1.0
+    assert values["logits_identical"]["count"] == 21
+    assert "max_units_in_the_last_place" in values["gradients_identical"]
+    assert {"versions", "platform", "jax_matmul_precision"} <= values["environment"].keys()
+    out = StringIO()
+    report.show(equal, console=Console(file=out, width=100))
+    assert "The two are equal" in out.getvalue()
+
+
+def test_a_failure_is_written_without_infinities(tmp_path: Path) -> None:
+    outcome = ladder.check(make_pair(PortWithNaN))
+    report.write_json(outcome, tmp_path / "report.json")
+    values = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert values["passed"] is False
+    out = StringIO()
+    report.show(outcome, console=Console(file=out, width=100))
+    assert "NOT EQUAL" in out.getvalue()
