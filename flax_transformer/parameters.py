@@ -1,6 +1,7 @@
 """A model's parameters as a flat dictionary, `encoder.layers.0.self_attn.q_proj.kernel` to array, and back."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from flax import nnx
@@ -17,10 +18,12 @@ def abstract_model(config: TransformerConfig) -> Transformer:
 
 def parameters(model: Transformer) -> dict[str, Array]:
     """Every parameter by its dotted name; a tied one stands once."""
-    return {
-        ".".join(map(str, path)): variable.get_value()
-        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
-    }
+    return _by_name(model)
+
+
+def parameter_shapes(config: TransformerConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every parameter by its dotted name; nothing is drawn or stored."""
+    return _by_name(abstract_model(config))
 
 
 def with_parameters(model: Transformer, values: Mapping[str, Array]) -> Transformer:
@@ -44,3 +47,10 @@ def with_parameters(model: Transformer, values: Mapping[str, Array]) -> Transfor
 def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array]:
     """Freshly drawn parameters: Xavier for projections, N(0, 1/√d_model) for embeddings, zero biases."""
     return jax.jit(lambda key: parameters(Transformer(config, rngs=nnx.Rngs(params=key))))(key)
+
+
+def _by_name(model: Transformer) -> dict[str, Any]:
+    return {
+        ".".join(map(str, path)): variable.get_value()
+        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }

@@ -5,6 +5,7 @@ Exit status of check: 0 equal, 1 not equal, 2 wrong usage; of convert: 0 done, 1
 
 import dataclasses
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,6 +108,8 @@ def convert(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line and runs the command."""
+    # Orbax remarks on every params folder that is read by itself; what fails, it raises.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     try:
         return tyro.extras.subcommand_cli_from_dict(
             {"check": check, "convert": convert}, prog="python -m parity", args=arguments

@@ -3,6 +3,7 @@
 Exit status 0: done; 1: it failed; 2: wrong usage; 130: interrupted.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,8 @@ def translate(*, run: Path, batch_size: int | None = None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line and runs the command."""
+    # Orbax tells of every save that takes a second; what fails, it raises.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     try:
         return tyro.extras.subcommand_cli_from_dict(
             {"run": run, "translate": translate}, prog="python -m train", args=arguments

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from flax_transformer.parameters import abstract_model, parameters
+from flax_transformer.parameters import parameter_shapes
 from train.config import TrainConfig
 from train.state import TrainState, make_optimizer
 from transformer_config import TransformerConfig
@@ -55,7 +55,7 @@ class Checkpoints:
 
     def restore(self, config: TrainConfig, step: int) -> tuple[TrainState, RunPosition]:
         """The state at `step`, as numpy arrays of the dtypes they were saved in."""
-        params = parameters_like(config.model)
+        params = parameter_shapes(config.model)
         optimizer = make_optimizer(config.optimizer, d_model=config.model.d_model)
         opt_state = jax.eval_shape(optimizer.init, params)
         restored = self._manager.restore(
@@ -71,17 +71,12 @@ class Checkpoints:
 
     def restore_params(self, config: TransformerConfig, step: int) -> dict[str, np.ndarray]:
         """The parameters at `step`, and nothing else."""
-        params = _restore_as_numpy(parameters_like(config))
+        params = _restore_as_numpy(parameter_shapes(config))
         return self._manager.restore(step, args=ocp.args.Composite(params=params))["params"]
 
     def close(self) -> None:
         """Ends Orbax's threads."""
         self._manager.close()
-
-
-def parameters_like(config: TransformerConfig) -> dict[str, Any]:
-    """Name to shape and dtype of every parameter."""
-    return parameters(abstract_model(config))
 
 
 def _restore_as_numpy(like: Any) -> ocp.args.PyTreeRestore:

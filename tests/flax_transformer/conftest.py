@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flax_transformer import Transformer, TransformerConfig
-from flax_transformer.parameters import abstract_model, parameters, with_parameters
+from flax_transformer.parameters import abstract_model, parameter_shapes, with_parameters
 
 
 @pytest.fixture
@@ -26,14 +26,15 @@ def build() -> Callable[..., Transformer]:
         fields = {"num_encoder_layers": 1, "num_decoder_layers": 1, "dropout": 0.0}
         if jax.config.jax_enable_x64:
             fields |= {"dtype": "float64", "param_dtype": "float64"}
-        model = abstract_model(TransformerConfig.tiny(**{**fields, **changes}))
+        config = TransformerConfig.tiny(**{**fields, **changes})
         rng = np.random.default_rng(0)
 
         def draw(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
             scale = name.endswith("scale") + rng.normal(size=like.shape) * (0.3 if like.ndim == 1 else 30**-0.5)
             return jnp.asarray(scale, like.dtype)
 
-        return with_parameters(model, {name: draw(name, like) for name, like in sorted(parameters(model).items())})
+        values = {name: draw(name, like) for name, like in sorted(parameter_shapes(config).items())}
+        return with_parameters(abstract_model(config), values)
 
     return build
 
