@@ -67,6 +67,19 @@ def test_variant(name: str) -> None:
     assert {rung["precision"] for rung in values["rungs"]} == {"bits", "float64", "rounded", "float32"}
 
 
+@pytest.mark.parametrize("attention", ["plain", "blockwise"])
+def test_padding_on_the_left_and_a_sentence_of_nothing_else(attention: str) -> None:
+    """Rows in which every key is masked (P17): zeros on both sides, and gradients that are finite and equal."""
+    config = TransformerConfig.tiny(attention=attention, **ONE_LAYER)
+    batch = twins.random_batch(config, seed=0)
+    left = {name: np.ascontiguousarray(ids[:, ::-1]) for name, ids in batch.items()}
+    left["src"][0] = config.pad_id
+    assert (left["tgt_in"][1, :3] == config.pad_id).all()
+    weights = twins.random_weights(config, seed=0)
+    outcome = ladder.check(twins.twin_pair(config, weights=weights, batches=(left, batch), name="left"))
+    assert outcome.passed, [(rung.name, rung.failures[:3]) for rung in outcome.rungs if not rung.passed]
+
+
 def test_library_attention_is_kept_out_of_the_float64_gate() -> None:
     with pytest.raises(ValueError, match="plain"):
         twins.preset_pair(TransformerConfig.tiny(attention="library"))
