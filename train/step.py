@@ -78,7 +78,7 @@ def make_train_step(config: TrainConfig) -> TrainStep:
             loss=mean,
             nll=sums.nll / jnp.maximum(sums.num_tokens, 1),
             num_tokens=sums.num_tokens,
-            grad_norm=optax.global_norm(gradients),
+            grad_norm=optax.tree.norm(gradients),
             learning_rate=schedule(state.step),
         )
         return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
