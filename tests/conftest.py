@@ -5,6 +5,7 @@ All of it must be in place before jax, torch or the packages are imported, so it
 
 import inspect
 import os
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -32,8 +33,18 @@ if os.environ.get("CHECK_TORCH_SHAPES") == "1":
     _CHECKED.append("torch_reference")
 install_import_hook(_CHECKED, "beartype.beartype")
 
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
 from flax_transformer import AttentionMask  # noqa: E402
 
 # jax rebuilds the mask around placeholders that are no arrays, by this very __init__; so its check is taken off. The
 # shapes are still checked in every function that the mask is given to.
 AttentionMask.__init__ = inspect.unwrap(AttentionMask.__init__)
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """The whole test in float64 where jax is concerned: for equalities."""
+    with jax.enable_x64(True):
+        yield

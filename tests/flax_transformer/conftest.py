@@ -1,6 +1,6 @@
-"""What the tests of the Flax twin share: float64, a tiny model, padded ids."""
+"""What the tests of the Flax twin share: a tiny model, padded ids."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,6 @@ import pytest
 
 from flax_transformer import Transformer, TransformerConfig
 from flax_transformer.parameters import abstract_model, parameter_shapes, with_parameters
-
-
-@pytest.fixture
-def x64() -> Iterator[None]:
-    """The whole test in float64: for equalities."""
-    with jax.enable_x64(True):
-        yield
 
 
 @pytest.fixture

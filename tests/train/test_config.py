@@ -1,0 +1,135 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from train.config import (
+    BatchConfig,
+    CheckpointConfig,
+    CorpusConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from train.presets import PRESETS
+from train.run_dir import FREE_TO_CHANGE, RunDir
+from transformer_config import TransformerConfig
+
+
+def config(**changes: object) -> TrainConfig:
+    return TrainConfig(run_dir=Path("runs/x"), **changes)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: CorpusConfig(kind="files"), r"corpus\.path: expected a folder .*, got None"),
+        (lambda: CorpusConfig(num_pairs=0), r"corpus\.num_pairs: expected more than 0, got 0"),
+        (lambda: TokenizerConfig(vocab_size=259), r"tokenizer\.vocab_size: expected at least 260 .*, got 259"),
+        (lambda: BatchConfig(max_tokens=0), r"batch\.max_tokens: expected more than 0"),
+        (lambda: BatchConfig(num_buckets=-1), r"batch\.num_buckets: expected more than 0, got -1"),
+        (lambda: BatchConfig(max_tokens=100, max_len=101), r"batch\.max_tokens: .*max_len=101.*, got 100"),
+        (lambda: OptimizerConfig(b1=1.0), r"optimizer\.b1: expected a rate in \[0, 1\), got 1\.0"),
+        (lambda: OptimizerConfig(b2=-0.1), r"optimizer\.b2: .*got -0\.1"),
+        (lambda: OptimizerConfig(eps=0.0), r"optimizer\.eps: expected more than 0"),
+        (lambda: OptimizerConfig(warmup_steps=0), r"optimizer\.warmup_steps: expected more than 0"),
+        (lambda: OptimizerConfig(noam_factor=float("nan")), r"optimizer\.noam_factor: expected more than 0, got nan"),
+        (lambda: OptimizerConfig(clip_norm=0.0), r"optimizer\.clip_norm: expected more than 0"),
+        (lambda: EvaluationConfig(batch_size=0), r"evaluation\.batch_size: expected more than 0"),
+        (lambda: EvaluationConfig(bleu_every_epochs=0), r"evaluation\.bleu_every_epochs: expected more than 0"),
+        (lambda: CheckpointConfig(keep=0), r"checkpoint\.keep: expected more than 0"),
+        (lambda: config(label_smoothing=1.0), r"label_smoothing: expected a share in \[0, 1\), got 1\.0"),
+        (lambda: config(epochs=0), r"epochs: expected more than 0, got 0"),
+        (lambda: config(max_steps=0), r"max_steps: expected more than 0, got 0"),
+        (lambda: config(seed=-1), r"seed: expected at least 0, got -1"),
+        (
+            lambda: config(model=TransformerConfig(positions="learned", max_len=100)),
+            r"batch\.max_len: expected at most the 100 positions of the model's table, got 128",
+        ),
+        (
+            lambda: config(model=TransformerConfig(positions="learned", max_len=100), batch=BatchConfig(max_len=100)),
+            r"evaluation\.max_decode_len: expected at most the 100 positions .*, got 128",
+        ),
+    ],
+)
+def test_each_wrong_value_is_named(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_go_through_json_and_back(name):
+    preset = PRESETS[name]()
+    again = TrainConfig.from_dict(json.loads(json.dumps(preset.to_dict())))
+    assert again == preset
+    assert isinstance(again.run_dir, Path)
+
+
+def test_unknown_fields_are_named_with_their_section():
+    values = config().to_dict()
+    values["batch"] = {**values["batch"], "max_token": 5}
+    with pytest.raises(ValueError, match=r"unknown batch\.max_token"):
+        TrainConfig.from_dict(values)
+    with pytest.raises(ValueError, match="unknown epoch"):
+        TrainConfig.from_dict({**config().to_dict(), "epoch": 1})
+
+
+def test_vocabulary_of_the_tokenizer():
+    model = config().with_vocabulary(271).model
+    assert (model.src_vocab_size, model.tgt_vocab_size) == (271, 271)
+
+
+def test_fields_that_are_free_to_change_exist():
+    names = set(config().to_dict()) | {"corpus.path"}
+    assert set(FREE_TO_CHANGE) <= names
+
+
+def test_a_changed_config_is_refused_naming_each_field(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    first = config()
+    run_dir.write_config(first)
+    assert run_dir.read_config() == first
+    free = first.replace(
+        epochs=7, max_steps=3, log_every_steps=1, run_dir=tmp_path, checkpoint=CheckpointConfig(keep=1)
+    )
+    run_dir.write_config(free)
+    changed = free.replace(seed=5, optimizer=OptimizerConfig(b1=0.8))
+    with pytest.raises(ValueError, match=r"optimizer\.b1: 0\.9 before, 0\.8 now; seed: 0 before, 5 now"):
+        run_dir.write_config(changed)
+    assert run_dir.read_config() == free
+
+
+def test_a_broken_config_file_is_named(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"config\.json: expected the config of a run"):
+        run_dir.read_config()
+    for text in ("{", '{"epochs": 3}', '{"run_dir": "x", "epochs": 0}'):
+        run_dir.config_file.write_text(text)
+        with pytest.raises(ValueError, match=r"config\.json: "):
+            run_dir.read_config()
+
+
+def test_metrics_rewind(tmp_path: Path):
+    """What a continued run writes again goes, and so does a line that a kill cut short."""
+    run_dir = RunDir(tmp_path)
+    run_dir.rewind_metrics(3)  # nothing there yet
+    records = [{"kind": "train", "step": step} for step in (1, 2, 3, 4)]
+    records.insert(3, {"kind": "validation", "step": 3})
+    records.append({"kind": "final_test", "step": 3})
+    for record in records:
+        run_dir.append_metrics(record)
+    with run_dir.metrics_file.open("a") as file:
+        file.write('{"kind": "tra')
+    run_dir.rewind_metrics(3)
+    assert [json.loads(line) for line in run_dir.metrics_file.read_text().splitlines()] == records[:4]
+    run_dir.rewind_metrics(-1)
+    assert run_dir.metrics_file.read_text() == ""
+
+
+def test_configs_are_frozen_and_keyword_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config().epochs = 3
+    with pytest.raises(TypeError):
+        BatchConfig(5)
