@@ -70,7 +70,14 @@ def held_out_loss(
 
 
 def score(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
-    """sacreBLEU (13a) on detokenised text against the raw references, cased and lowercased (Post 2018)."""
+    """sacreBLEU (13a) on detokenised text against the raw references, cased and lowercased (Post 2018).
+
+    Raises ValueError unless there are as many hypotheses as references, at least one.
+    """
+    if len(hypotheses) != len(references) or not references:
+        raise ValueError(
+            f"expected as many hypotheses as references, at least one, got {len(hypotheses)} and {len(references)}"
+        )
     cased, lowercased = sacrebleu.BLEU(), sacrebleu.BLEU(lowercase=True)
     hypotheses, references = list(hypotheses), list(references)
     exact = sum(map(str.__eq__, hypotheses, references)) / len(references)
