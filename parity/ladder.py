@@ -176,18 +176,20 @@ class _Climb:
 def locate(port: Trace, reference: Trace) -> Location | None:
     """The first module call, in the order in which calls end, that was given the same and returned something else.
 
-    If every differing module was given something that differs already, the first that differs.
+    A call that the port did not make counts as one. If every differing module was given something that differs
+    already, it is the first that differs.
     """
     first = None
     for name, expected in reference.outputs.items():
-        error = relative_error(port.outputs[name], expected) if name in port.outputs else float("inf")
+        made = name in port.outputs
+        error = relative_error(port.outputs[name], expected) if made else float("inf")
         if error <= FLOAT64_RELATIVE:
             continue
         call = name.split("[")[0]
         location = Location(module=call, error=error)
         first = first or location
         given = [key for key in reference.given if key.split("[")[0] == call]
-        if all(
+        if not made or all(
             key in port.given and relative_error(port.given[key], reference.given[key]) <= FLOAT64_RELATIVE
             for key in given
         ):

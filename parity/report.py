@@ -47,7 +47,7 @@ def show(report: Report, *, console: Console) -> None:
         console.print(
             Text(
                 f"First module that differs: {report.first_difference.module} "
-                f"(relative error {report.first_difference.error:.1e}; what it was given is the same)",
+                f"(relative error {report.first_difference.error:.1e})",
                 style="bold red",
             )
         )

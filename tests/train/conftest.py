@@ -41,7 +41,7 @@ def corpus_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_run(corpus_dir: Path) -> Callable[..., TrainConfig]:
-    """The config of a run of seconds, with some fields changed: 2 epochs of 5 steps, saved every 3 steps."""
+    """The config of a run of seconds, with some fields changed: 2 epochs of 5 to 7 steps, saved every 3 steps."""
 
     def tiny_run(run_dir: Path, **changes: object) -> TrainConfig:
         config = TrainConfig(
@@ -58,7 +58,7 @@ def tiny_run(corpus_dir: Path) -> Callable[..., TrainConfig]:
                 tie_embeddings="all",
                 tgt_vocab_size=71,
             ),
-            batch=BatchConfig(max_tokens=300, num_buckets=1, max_len=30),
+            batch=BatchConfig(max_tokens=160, num_buckets=1, max_len=30),
             optimizer=OptimizerConfig(warmup_steps=10),
             evaluation=EvaluationConfig(batch_size=4, max_decode_len=8),
             checkpoint=CheckpointConfig(every_steps=3, keep=2),
