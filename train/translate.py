@@ -3,9 +3,9 @@
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 import jax
 
@@ -51,7 +51,7 @@ def load_run(path: Path) -> TrainedRun:
     return TrainedRun(config=config, tokenizer=tokenizer, params=params, step=step)
 
 
-def translate_stream(run: Path, source: BinaryIO, target: TextIO, *, batch_size: int | None = None) -> int:
+def translate_stream(run: Path, source: Iterable[bytes], target: TextIO, *, batch_size: int | None = None) -> int:
     """Translates every line of `source` (UTF-8) into one line of `target`, in the same order; returns an exit status.
 
     Raises ValueError that names the line for bytes that are no UTF-8.
@@ -76,7 +76,7 @@ def translate_stream(run: Path, source: BinaryIO, target: TextIO, *, batch_size:
     return 0
 
 
-def _decoded(source: BinaryIO) -> Iterator[str]:
+def _decoded(source: Iterable[bytes]) -> Iterator[str]:
     for number, line in enumerate(source, start=1):
         try:
             yield line.decode("utf-8").rstrip("\r\n")
