@@ -1,18 +1,24 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from flax_transformer.decoding import forbid_specials, greedy
-from flax_transformer.parameters import parameters, with_parameters
+from flax_transformer.parameters import abstract_model, parameters, with_parameters
 
 MAX_LEN = 12
 
 
+@functools.cache
+def compiled(config, max_len):
+    model = abstract_model(config)
+    return jax.jit(lambda params, src: greedy(with_parameters(model, params), src, max_len=max_len))
+
+
 def decode(model, src, *, max_len=MAX_LEN):
-    return np.asarray(
-        jax.jit(lambda p, s: greedy(with_parameters(model, p), s, max_len=max_len))(parameters(model), src)
-    )
+    return np.asarray(compiled(model.config, max_len)(parameters(model), src))
 
 
 def uncached(model, src, *, max_len=MAX_LEN):

@@ -1,3 +1,4 @@
+import functools
 from pathlib import Path
 
 import jax
@@ -6,7 +7,6 @@ import pytest
 
 from train.checkpoint import Checkpoints, RunPosition
 from train.config import TrainConfig
-from train.parallel import to_host
 from train.state import initial_state
 from transformer_config import TransformerConfig
 
@@ -26,9 +26,9 @@ def checkpoints(tmp_path: Path):
 def random_state(run: TrainConfig, *, step: int, seed: int = 0):
     """A state with noise in every array, moments included, all bits in use."""
     rng = np.random.default_rng(seed)
-    state = to_host(initial_state(run, jax.random.key(0)))
-    noisy = jax.tree.map(lambda x: x if x.ndim == 0 else rng.normal(size=x.shape).astype(x.dtype), state)
-    return noisy._replace(step=np.asarray(step, np.int32))
+    state = jax.eval_shape(functools.partial(initial_state, run), jax.random.key(0))
+    noise = jax.tree.map(lambda x: np.asarray(rng.normal(size=x.shape) * 9).astype(x.dtype), state)
+    return noise._replace(step=np.asarray(step, np.int32))
 
 
 def bits(tree) -> list:

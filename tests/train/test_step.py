@@ -77,9 +77,10 @@ def test_seeds(tmp_path):
     """One seed gives one result; other keys for initialisation or dropout give others; so does the step's number."""
     run = config(tmp_path, dropout=0.3)
     step = compile_train_step(run)
+    states = [to_host(initial_state(run, jax.random.key(seed))) for seed in (0, 1)]
 
     def one(init, dropout, number=0):
-        state = initial_state(run, jax.random.key(init))._replace(step=jnp.asarray(number, jnp.int32))
+        state = jax.device_put(states[init]._replace(step=np.asarray(number, np.int32)))
         return float(step(state, to_device(batch()), jax.random.key(dropout))[1].loss)
 
     losses = [one(0, 0), one(1, 0), one(0, 1), one(0, 0, 1)]
