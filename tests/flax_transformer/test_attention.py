@@ -242,6 +242,7 @@ def test_blockwise_memory_and_steps(window, rate):
     assert large <= 2 * small
     assert len(few) == len(many) == 2  # forward and backward
     assert many == (few if window is not None else [2 * steps for steps in few])
+    assert few == ([2, 2] if window is not None else [32, 32])  # blocks of the future are not visited either
 
 
 def test_the_walk_over_the_jaxpr_would_see_a_full_matrix():

@@ -71,6 +71,9 @@ def test_metrics(whole):
     steps = [record for record in records if record["kind"] == "train"]
     assert [record["step"] for record in steps] == list(range(1, result.step + 1))
     assert [record["epoch"] for record in steps] == [0] * (result.step // 2) + [1] * (result.step // 2)
+    tokens = [[record["num_tokens"] for record in steps if record["epoch"] == epoch] for epoch in (0, 1)]
+    assert sum(tokens[0]) == sum(tokens[1])  # every pair in every epoch,
+    assert tokens[0] != tokens[1]  # in another order
     assert steps[0].keys() == {
         *("kind", "step", "epoch", "loss", "nll", "num_tokens", "grad_norm", "learning_rate"),
     }
