@@ -74,9 +74,12 @@ def label_smoothed_cross_entropy(
     This is torch's `label_smoothing`: the mass is spread over every class, the target and padding included (P11).
     Positions whose target is pad_id count for nothing. Computed in float32 or better.
     """
-    log_probabilities = wide(logits).log_softmax(dim=-1)
-    of_target = log_probabilities.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
-    loss = -((1.0 - smoothing) * of_target + smoothing * log_probabilities.mean(dim=-1))
+    # Not by log_softmax, whose backward pass sums the K weights of q to 1 with a rounding error: near the optimum, where
+    # the gradient is a small difference of probabilities, that alone costs three decimal places.
+    logits = wide(logits)
+    log_normaliser = logits.logsumexp(dim=-1)
+    of_target = logits.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
+    loss = log_normaliser - (1.0 - smoothing) * of_target - smoothing * logits.mean(dim=-1)
     real = targets.ne(pad_id)
     return LossSums(loss.masked_fill(~real, 0.0).sum(), real.sum())
 
