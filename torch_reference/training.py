@@ -74,8 +74,8 @@ def label_smoothed_cross_entropy(
     This is torch's `label_smoothing`: the mass is spread over every class, the target and padding included (P11).
     Positions whose target is pad_id count for nothing. Computed in float32 or better.
     """
-    # Not by log_softmax, whose backward pass sums the K weights of q to 1 with a rounding error: near the optimum, where
-    # the gradient is a small difference of probabilities, that alone costs three decimal places.
+    # Not by log_softmax, whose backward pass sums the K weights of q to 1 with a rounding error: near the optimum the
+    # gradient is a small difference of probabilities, and that error costs it two decimal places.
     logits = wide(logits)
     log_normaliser = logits.logsumexp(dim=-1)
     of_target = logits.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
