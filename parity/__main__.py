@@ -1,6 +1,6 @@
 """The command line: `python -m parity check`, `python -m parity convert`.
 
-Exit status of check: 0 equal, 1 not equal, 2 wrong usage; of convert: 0 done, 1 it failed, 2 wrong usage.
+Exit status of check: 0 equal, 1 not equal, 2 nothing to compare; of convert: 0 done, 1 it failed, 2 wrong usage.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def check(
     *,
     preset: Preset | None = None,
     checkpoint: Path | None = None,
-    set: tuple[str, ...] = (),
+    assignments: Annotated[tuple[str, ...], tyro.conf.arg(name="set")] = (),
     seed: int = 0,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> int:
@@ -37,26 +37,31 @@ def check(
 
     Args:
         preset: Random weights for this config.
-        checkpoint: Folder of a training run: its trained weights, on its own validation text.
-        set: Fields of the preset's config to change, such as `--set norm_order=pre window=4`.
+        checkpoint: Folder of a training run: its own config, trained weights and validation text, whatever the preset.
+        assignments: Fields of the preset's config to change, such as `--set norm_order=pre window=4`.
         seed: Of random weights and ids.
         json_file: Write the report to this file too.
     """
-    if (preset is None) == (checkpoint is None):
-        raise UsageError("expected either --preset or --checkpoint")
-    if set and preset is None:
-        raise UsageError("expected --set together with --preset; a checkpoint has its own config")
+    if preset is None and checkpoint is None:
+        raise UsageError("expected --preset or --checkpoint")
+    if assignments and checkpoint is not None:
+        raise UsageError("expected --set without --checkpoint, which has its own config")
     from rich.console import Console
 
     from parity import ladder, report, twins
 
-    if checkpoint is not None:
-        pair = twins.checkpoint_pair(checkpoint)
-    else:
-        assert preset is not None
-        config: TransformerConfig = getattr(TransformerConfig, preset)(**_fields(set))
-        pair = twins.preset_pair(config, seed=seed, name=f"preset {preset}")
-    console = Console()
+    try:
+        if checkpoint is not None:
+            pair = twins.checkpoint_pair(checkpoint)
+        else:
+            assert preset is not None
+            config: TransformerConfig = getattr(TransformerConfig, preset)(**_fields(assignments))
+            pair = twins.preset_pair(config, seed=seed, name=f"preset {preset}")
+    except (ValueError, OSError) as error:
+        # Nothing was compared, so nothing is unequal.
+        raise UsageError(str(error)) from error
+    # In a log file there is no terminal to ask, and room for the names.
+    console = Console(width=None if sys.stdout.isatty() else 110)
     with console.status("Comparing ..."):
         outcome = ladder.check(pair)
     report.show(outcome, console=console)
@@ -115,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {"check": check, "convert": convert}, prog="python -m parity", args=arguments
         )
     except UsageError as error:
-        print(f"usage: {error}; see python -m parity check --help", file=sys.stderr)
+        print(f"error: {error}; see python -m parity check --help", file=sys.stderr)
         return 2
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -20,8 +20,6 @@ class RunPosition:
 
     epoch: int = 0
     batch: int = 0
-    corpus_sha256: str = ""
-    """Of the training text, so that a run is not continued on another one."""
 
 
 class Checkpoints:

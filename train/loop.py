@@ -1,7 +1,6 @@
 """A training run from config to scores: prepares the data, trains, evaluates, saves, continues."""
 
 import dataclasses
-import hashlib
 import math
 import time
 from typing import Any
@@ -57,7 +56,6 @@ class PreparedData:
     validation: EncodedText
     buckets: tuple[Bucket, ...]
     notes: tuple[str, ...]
-    corpus_sha256: str
 
 
 def run(config: TrainConfig, *, console: Console) -> RunResult:
@@ -82,6 +80,7 @@ def run(config: TrainConfig, *, console: Console) -> RunResult:
 def prepare(config: TrainConfig, run_dir: RunDir) -> PreparedData:
     """Loads the corpus, learns the tokenizer or takes the run's own, and plans the shapes of batches."""
     corpus = load_corpus(config.corpus)
+    run_dir.pin_corpus(corpus.train)
     if run_dir.tokenizer_file.exists():
         tokenizer = run_dir.tokenizer()
     else:
@@ -95,14 +94,7 @@ def prepare(config: TrainConfig, run_dir: RunDir) -> PreparedData:
         validation=encode_text(corpus.validation, tokenizer),
         buckets=plan_buckets(train, config=config.batch),
         notes=(*corpus.notes, str(dropped)) if dropped else corpus.notes,
-        corpus_sha256=fingerprint(corpus.train),
     )
-
-
-def fingerprint(text: ParallelText) -> str:
-    """sha256 of the text."""
-    lines = "\n".join(text.source) + "\0" + "\n".join(text.target)
-    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 class Trainer:
@@ -127,13 +119,8 @@ class Trainer:
         latest = self.checkpoints.latest_step()
         if latest is None:
             self.run_dir.rewind_metrics(-1)
-            return initial_state(self.config, init_key), RunPosition(corpus_sha256=self.data.corpus_sha256)
+            return initial_state(self.config, init_key), RunPosition()
         state, position = self.checkpoints.restore(self.config, latest)
-        if position.corpus_sha256 != self.data.corpus_sha256:
-            raise ValueError(
-                f"{self.run_dir.path}: expected the training text that this run was started with "
-                f"(sha256 {position.corpus_sha256[:12]}...), got another one ({self.data.corpus_sha256[:12]}...)"
-            )
         self.run_dir.rewind_metrics(latest)
         self.console.print(f"Continuing from step {latest:,}, epoch {position.epoch + 1}, batch {position.batch}.")
         return jax.device_put(state), position

@@ -1,11 +1,13 @@
-"""The folder of a run: config.json, tokenizer.json, metrics.jsonl, checkpoints/."""
+"""The folder of a run: config.json, corpus.sha256, tokenizer.json, metrics.jsonl, checkpoints/."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from train.config import TrainConfig
+from train.corpus import ParallelText
 from train.tokenizer import Tokenizer
 
 FREE_TO_CHANGE = ("run_dir", "epochs", "max_steps", "log_every_steps", "evaluation", "checkpoint", "corpus.path")
@@ -18,6 +20,7 @@ class RunDir:
     def __init__(self, path: Path):
         self.path = path
         self.config_file = path / "config.json"
+        self.corpus_file = path / "corpus.sha256"
         self.tokenizer_file = path / "tokenizer.json"
         self.metrics_file = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
@@ -49,6 +52,20 @@ class RunDir:
             return TrainConfig.from_dict(json.loads(self.config_file.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{self.config_file}: {error}") from error
+
+    def pin_corpus(self, text: ParallelText) -> None:
+        """Notes the sha256 of the training text, or raises ValueError if the run was started on another one."""
+        lines = "\n".join(text.source) + "\0" + "\n".join(text.target)
+        sha256 = hashlib.sha256(lines.encode()).hexdigest()
+        if not self.corpus_file.exists():
+            write_whole(self.corpus_file, sha256 + "\n")
+            return
+        pinned = self.corpus_file.read_text(encoding="utf-8").strip()
+        if pinned != sha256:
+            raise ValueError(
+                f"{self.path}: expected the training text that this run was started with (sha256 {pinned[:12]}...), "
+                f"got another one ({sha256[:12]}...)"
+            )
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that was saved with the run."""

@@ -68,7 +68,7 @@ def translate_stream(run: Path, source: Iterable[bytes], target: TextIO, *, batc
         translations = translator.translate(trained.params, chunk)
         for line in translations.lines:
             # A line stays a line, whatever the model makes of it.
-            target.write(line.replace("\n", " ") + "\n")
+            target.write(line.replace("\n", " ").replace("\r", " ") + "\n")
         target.flush()
         for i in translations.unfinished:
             print(f"warning: line {first + i}: translation cut at the limit on length", file=sys.stderr)

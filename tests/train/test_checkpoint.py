@@ -39,7 +39,7 @@ def bits(tree) -> list:
 def test_restored_bit_for_bit(tmp_path, checkpoints, param_dtype):
     run = config(tmp_path, param_dtype=param_dtype)
     state = random_state(run, step=7)
-    position = RunPosition(epoch=3, batch=5, corpus_sha256="abc")
+    position = RunPosition(epoch=3, batch=5)
     checkpoints.save(state, position)
     restored, where = checkpoints.restore(run, 7)
     assert where == position
