@@ -61,7 +61,7 @@ def check(
         # Nothing was compared, so nothing is unequal.
         raise UsageError(str(error)) from error
     # In a log file there is no terminal to ask, and room for the names.
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = Console(width=None if sys.stdout.isatty() else 120)
     with console.status("Comparing ..."):
         outcome = ladder.check(pair)
     report.show(outcome, console=console)

@@ -101,18 +101,18 @@ def random_weights(config: TransformerConfig, *, seed: int) -> dict[str, np.ndar
 
 
 def random_batch(config: TransformerConfig, *, seed: int, src_len: int = 11, tgt_len: int = 9) -> dict[str, np.ndarray]:
-    """Three pairs of random ids, the second and third with padding at the end."""
+    """Four pairs of random ids, all but the first with padding at the end; with base, 1.3 million logits."""
     rng = np.random.default_rng(seed)
     limit = config.sequence_limit or max(src_len, tgt_len)
     src_len, tgt_len = min(src_len, limit), min(tgt_len, limit)
     specials = 1 + max(config.pad_id, config.bos_id, config.eos_id)
-    src = rng.integers(specials, config.src_vocab_size, (3, src_len), dtype=np.int32)
-    tgt = rng.integers(specials, config.tgt_vocab_size, (3, tgt_len), dtype=np.int32)
-    for row, (src_padding, tgt_padding) in enumerate(((0, 0), (2, 3), (5, 1))):
+    src = rng.integers(specials, config.src_vocab_size, (4, src_len), dtype=np.int32)
+    tgt = rng.integers(specials, config.tgt_vocab_size, (4, tgt_len), dtype=np.int32)
+    for row, (src_padding, tgt_padding) in enumerate(((0, 0), (2, 3), (5, 1), (7, 4))):
         src_end, tgt_end = max(1, src_len - src_padding), max(1, tgt_len - tgt_padding)
         src[row, src_end - 1 :], tgt[row, tgt_end - 1 :] = config.pad_id, config.pad_id
         src[row, src_end - 1], tgt[row, tgt_end - 1] = config.eos_id, config.eos_id
-    tgt_in = np.concatenate([np.full((3, 1), config.bos_id, np.int32), tgt[:, :-1]], axis=1)
+    tgt_in = np.concatenate([np.full((4, 1), config.bos_id, np.int32), tgt[:, :-1]], axis=1)
     tgt_in[tgt == config.pad_id] = config.pad_id
     return {"src": src, "tgt_in": tgt_in, "tgt_out": tgt}
 
