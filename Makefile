@@ -11,7 +11,9 @@ demo: install
 	$(BIN)/python -m parity convert --from flax --to torch-reference --overwrite $(RUN) $(RUN)/torch_reference.safetensors
 	$(BIN)/python -m parity check --checkpoint $(RUN) --json $(RUN)/parity.json
 
+# The reference's tests once more with its shapes checked, which torch.compile cannot trace through.
 test: install
+	CHECK_TORCH_SHAPES=1 $(BIN)/python -m pytest -n 2 tests/torch_reference
 	$(BIN)/python -m pytest -n 2
 
 lint: install

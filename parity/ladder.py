@@ -1,6 +1,7 @@
 """Climbs the rungs for a Pair, and says where the two first differ."""
 
 import dataclasses
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from parity.compare import (
 )
 from parity.pair import Inputs, Pair, Precision
 from parity.rungs import Rung, forward, gradients, weights
-from parity.tolerances import FLOAT64_RELATIVE, UNITS_AFTER_ROUNDING, allowed_unequal
+from parity.tolerances import FLOAT32_DRAWS, FLOAT64_RELATIVE, UNITS_AFTER_ROUNDING, allowed_unequal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ class Report:
     """Over the gradients that are not zero in exact arithmetic."""
     zero_gradients: tuple[str, ...]
     """Parameters whose gradient is zero in exact arithmetic, judged apart."""
+    redrawn: tuple[str, ...]
+    """Tensors whose float32 error was beyond twice the reference's, and was judged by further runs of the reference."""
     first_difference: Location | None
     num_parameters: int
     seconds: float
@@ -70,6 +73,7 @@ def check(pair: Pair) -> Report:
         logits_identical=climb.logits_identical,
         gradients_identical=climb.gradients_identical,
         zero_gradients=tuple(sorted(climb.zero)),
+        redrawn=tuple(sorted(climb.redrawn)),
         first_difference=climb.first_difference,
         num_parameters=sum(array.size for array in port_weights.values()),
         seconds=time.perf_counter() - started,
@@ -90,6 +94,7 @@ class _Climb:
         self.logits_identical = NOTHING_COMPARED
         self.gradients_identical = NOTHING_COMPARED
         self.zero: set[str] = set()
+        self.redrawn: set[str] = set()
         self.first_difference: Location | None = None
 
     def record(self, rung: str, precision: str, comparisons: Iterable[Comparison], label: str = "") -> None:
@@ -132,15 +137,34 @@ class _Climb:
         zero: frozenset[str],
         label: str,
     ) -> None:
-        reference = self._reference("float32", inputs)
+        forward_answer, gradient_answer = _forward_tensors(exact), gradients.without(answer, zero)
         port = self.ports["float32"](self.port_weights, inputs)
-        everything = [
-            trace.outputs | {"logits": trace.logits, "loss": trace.loss} for trace in (port, reference, exact)
-        ]
-        self.record("outputs, logits and loss", "float32", forward.against_float64(*everything), label)
-        theirs = gradients.in_port_layout(reference, self.pair.mapping)
-        float32 = gradients.float32_gradients(port.gradients, theirs, answer, zero=zero)
-        self.record("gradients", "float32", float32, label)
+        ours = forward.errors(_forward_tensors(port), forward_answer), forward.errors(port.gradients, gradient_answer)
+        theirs: list[tuple[dict[str, float], dict[str, float]]] = []
+
+        def draw(weights: Mapping[str, np.ndarray]) -> None:
+            run = self._reference("float32", inputs, weights=weights)
+            in_port_layout = gradients.in_port_layout(run, self.pair.mapping)
+            theirs.append(
+                (forward.errors(_forward_tensors(run), forward_answer), forward.errors(in_port_layout, gradient_answer))
+            )
+
+        def judge() -> tuple[list[Comparison], list[Comparison]]:
+            outputs, parameters = zip(*theirs, strict=True)
+            return list(forward.against_float64(ours[0], outputs)), list(forward.against_float64(ours[1], parameters))
+
+        draw(self.pair.weights)
+        judged = judge()
+        first = failed = [c for c in (*judged[0], *judged[1]) if not c.passed]
+        for number in range(FLOAT32_DRAWS):
+            if not failed or not all(math.isfinite(c.error) for c in failed):
+                break
+            draw(moved_by_a_rounding(self.pair.weights, seed=number))
+            judged = judge()
+            failed = [c for c in (*judged[0], *judged[1]) if not c.passed]
+            self.redrawn |= {c.tensor for c in first}
+        self.record("outputs, logits and loss", "float32", judged[0], label)
+        self.record("gradients", "float32", judged[1], label)
         noise = gradients.zeros(port.gradients, summed, zero=zero, dtype=np.float32)
         self.record("zero gradients", "float32", noise, label)
 
@@ -152,9 +176,12 @@ class _Climb:
             for comparison in comparisons
         )
 
-    def _reference(self, precision: Precision, inputs: Inputs) -> Trace:
+    def _reference(
+        self, precision: Precision, inputs: Inputs, *, weights: Mapping[str, np.ndarray] | None = None
+    ) -> Trace:
+        weights = self.pair.weights if weights is None else weights
         module = self.references[precision]
-        return run_reference(module, self.pair.run_reference, inputs, weights=self.pair.weights, precision=precision)
+        return run_reference(module, self.pair.run_reference, inputs, weights=weights, precision=precision)
 
     def rungs(self) -> tuple[Rung, ...]:
         judged = []
@@ -171,6 +198,23 @@ class _Climb:
         )
         units = Comparison(tensor="logits: units apart", error=identical.max_units, bound=UNITS_AFTER_ROUNDING)
         return Rung.of("logits after rounding to float32", "rounded", [unequal, units])
+
+
+def moved_by_a_rounding(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, np.ndarray]:
+    """Each float32 weight moved to one of its neighbours, or not at all."""
+    rng = np.random.default_rng(seed)
+    directions = (np.float32(-np.inf), np.float32(np.inf))
+    moved = {}
+    for name, weight in weights.items():
+        which = rng.integers(0, 3, weight.shape)
+        moved[name] = np.where(
+            which == 2, weight, np.where(which == 1, *(np.nextafter(weight, limit) for limit in directions))
+        )
+    return moved
+
+
+def _forward_tensors(trace: Trace) -> dict[str, np.ndarray]:
+    return trace.outputs | {"logits": trace.logits, "loss": trace.loss}
 
 
 def locate(port: Trace, reference: Trace) -> Location | None:

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from parity.compare import Comparison, Identical
 from parity.ladder import Report
+from parity.tolerances import FLOAT32_DRAWS
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "numpy", "orbax-checkpoint", "twinformer")
 
@@ -41,7 +43,12 @@ def show(report: Report, *, console: Console) -> None:
     if report.zero_gradients:
         console.print(
             f"{len(report.zero_gradients)} gradients are zero in exact arithmetic and were judged apart, by the scale "
-            f"of what was summed: {', '.join(report.zero_gradients[:2])}, ..."
+            f"of what was summed: {_some(report.zero_gradients)}"
+        )
+    if report.redrawn:
+        console.print(
+            f"{len(report.redrawn)} float32 errors were beyond twice the reference's, and were judged by up to "
+            f"{FLOAT32_DRAWS} further runs of it: {_some(report.redrawn)}"
         )
     if report.first_difference is not None:
         console.print(
@@ -75,6 +82,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "logits_identical": _identical(report.logits_identical),
         "gradients_identical": _identical(report.gradients_identical),
         "zero_gradients": list(report.zero_gradients),
+        "redrawn": list(report.redrawn),
         "first_difference": None if first is None else {"module": first.module, "error": _number(first.error)},
         "num_parameters": report.num_parameters,
         "seconds": report.seconds,
@@ -104,6 +112,10 @@ def environment() -> dict[str, Any]:
         "torch_float32_matmul_precision": torch.get_float32_matmul_precision(),
         "torch_allow_tf32": bool(torch.backends.cuda.matmul.allow_tf32),
     }
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
 
 
 def _identical_line(what: str, identical: Identical) -> str:

@@ -15,6 +15,12 @@ FLOAT32_FLOOR = 16 * 2.0**-24
 tensor: on a few elements a ratio of two rounding errors exceeds 2 by chance (8% of the time on 5 elements). Pooled over
 all tensors there is no floor."""
 
+FLOAT32_DRAWS = 8
+"""A rounding error is one draw from a distribution. Where the port's is beyond the bound, the reference is run up to so
+many times more, each time with every weight moved by at most one rounding, and its largest error decides. A fault in
+the port stays far outside; an ill-conditioned gradient, or a relu whose input is within rounding of its kink, does
+not. Tensors that needed it are named in the report."""
+
 ZERO_GRADIENT_UNITS = 64.0
 """A bias gradient is zero in exact arithmetic if its norm is below so many units of rounding of the sum of absolute
 values it is made of. The key projection's is: softmax does not see a shift that all keys share. What is left is

@@ -1,7 +1,7 @@
 """Every named module output, the logits and the loss."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -34,21 +34,23 @@ def compare_all(
         yield Comparison(tensor=name, error=error, bound=bound)
 
 
-def against_float64(
-    port: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], answer: Mapping[str, np.ndarray]
-) -> Iterator[Comparison]:
-    """Float32: how far the port is from the float64 answer, judged by how far the reference is.
+def errors(run: Mapping[str, np.ndarray], answer: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """How far each tensor of a float32 run is from the float64 answer; infinitely, if it is missing."""
+    return {name: relative_error(run[name], exact) if name in run else math.inf for name, exact in answer.items()}
+
+
+def against_float64(ours: Mapping[str, float], theirs: Sequence[Mapping[str, float]]) -> Iterator[Comparison]:
+    """Float32: the port's errors, judged by the reference's largest over one or more runs.
 
     Each tensor for itself, then the root mean square over all of them.
     """
-    squares = np.zeros(2)
-    for name, exact in answer.items():
-        if name not in port or name not in reference:
-            yield Comparison(tensor=name, error=math.inf, bound=0.0)
-            continue
-        theirs, ours = relative_error(reference[name], exact), relative_error(port[name], exact)
-        yield Comparison(tensor=name, error=ours, bound=max(FLOAT32_RATIO * theirs, FLOAT32_FLOOR))
-        squares += np.square([ours, theirs])
-    pooled_ours, pooled_theirs = np.sqrt(squares / max(len(answer), 1))
+    for name, error in ours.items():
+        largest = max(run[name] for run in theirs)
+        yield Comparison(tensor=name, error=error, bound=max(FLOAT32_RATIO * largest, FLOAT32_FLOOR))
     # Over many tensors chance evens out, so here the ratio alone decides.
-    yield Comparison(tensor="all of them, pooled", error=pooled_ours, bound=FLOAT32_RATIO * pooled_theirs)
+    pooled = max(_root_mean_square(run) for run in theirs)
+    yield Comparison(tensor="all of them, pooled", error=_root_mean_square(ours), bound=FLOAT32_RATIO * pooled)
+
+
+def _root_mean_square(run: Mapping[str, float]) -> float:
+    return math.sqrt(sum(error * error for error in run.values()) / max(len(run), 1))

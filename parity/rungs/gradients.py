@@ -10,7 +10,7 @@ import numpy as np
 
 from parity.capture import Trace
 from parity.compare import Comparison, norm
-from parity.rungs.forward import against_float64, compare_all
+from parity.rungs.forward import compare_all
 from parity.tolerances import FLOAT64_RELATIVE, ZERO_GRADIENT_UNITS
 from parity.weights.mapping import WeightMapping
 
@@ -40,18 +40,12 @@ def float64_gradients(
     port: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], *, zero: frozenset[str]
 ) -> Iterator[Comparison]:
     """Those that are not zero in exact arithmetic."""
-    yield from compare_all(_without(port, zero), _without(reference, zero), bound=FLOAT64_RELATIVE)
+    yield from compare_all(without(port, zero), without(reference, zero), bound=FLOAT64_RELATIVE)
 
 
-def float32_gradients(
-    port: Mapping[str, np.ndarray],
-    reference: Mapping[str, np.ndarray],
-    answer: Mapping[str, np.ndarray],
-    *,
-    zero: frozenset[str],
-) -> Iterator[Comparison]:
-    """Those that are not zero in exact arithmetic, each by its distance from the float64 answer."""
-    yield from against_float64(port, reference, _without(answer, zero))
+def without(tensors: Mapping[str, np.ndarray], names: frozenset[str]) -> dict[str, np.ndarray]:
+    """The tensors that are not among `names`."""
+    return {name: array for name, array in tensors.items() if name not in names}
 
 
 def zeros(
@@ -65,7 +59,3 @@ def zeros(
 
 def _noise(scale: np.ndarray, dtype: type) -> float:
     return ZERO_GRADIENT_UNITS * float(np.finfo(dtype).eps) * norm(scale)
-
-
-def _without(tensors: Mapping[str, np.ndarray], names: frozenset[str]) -> dict[str, np.ndarray]:
-    return {name: array for name, array in tensors.items() if name not in names}

@@ -76,6 +76,10 @@ class PortWithAnotherActivation(Port):
     activation = staticmethod(lambda x: jnp.tanh(x) + 1e-9 * x)
 
 
+class PortThatIsOffInFloat32(Port):
+    activation = staticmethod(lambda x: jnp.tanh(x) * (1.0 + (1e-5 if x.dtype == jnp.float32 else 0.0)))
+
+
 class PortWithNaN(Port):
     activation = staticmethod(lambda x: jnp.where(x > 100.0, jnp.nan, jnp.tanh(x)).at[0, 0].set(jnp.nan))
 
@@ -144,6 +148,24 @@ def test_the_float32_gate_is_skipped_after_a_float64_failure_and_does_not_pass()
     skipped = [rung for rung in outcome.rungs if rung.precision == "float32"]
     assert skipped
     assert all(rung.compared == 0 and not rung.passed for rung in skipped)
+
+
+def test_a_fault_that_only_float32_shows_is_found_whatever_the_further_runs() -> None:
+    outcome = ladder.check(make_pair(PortThatIsOffInFloat32))
+    verdicts = {(rung.name, rung.precision): rung.passed for rung in outcome.rungs}
+    assert all(passed for (_, precision), passed in verdicts.items() if precision != "float32")
+    assert not verdicts["outputs, logits and loss", "float32"]
+    assert not outcome.passed
+    assert outcome.redrawn
+
+
+def test_weights_are_moved_to_a_neighbour_at_most() -> None:
+    weights = {"w": np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)}
+    moved = ladder.moved_by_a_rounding(weights, seed=1)["w"]
+    assert moved.dtype == np.float32
+    steps = (moved.view(np.int32).astype(int) - weights["w"].view(np.int32)) * np.sign(weights["w"])
+    assert sorted(np.unique(steps)) == [-1, 0, 1]
+    assert not np.array_equal(moved, ladder.moved_by_a_rounding(weights, seed=2)["w"])
 
 
 def test_nan_fails() -> None:
