@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from flax_transformer.layers import LayerCache
 from flax_transformer.masks import padding_mask
@@ -23,10 +23,13 @@ def greedy(model: Transformer, src: Int[Array, "batch src_len"], *, max_len: int
     """The likeliest next token, again and again, until every sentence has ended or is `max_len` pieces long.
 
     The output has no bos_id; it ends with eos_id where the sentence ended in time, and is pad_id from there on.
-    pad_id and bos_id are never chosen. A row of the batch that is all padding is over at once. The result of a
-    sentence does not depend on its neighbours.
+    pad_id and bos_id are never chosen, unless eos_id is the same. A row of the batch that is all padding is over at
+    once. The result of a sentence does not depend on its neighbours. Raises ValueError for a `max_len` below 1.
     """
+    if max_len < 1:
+        raise ValueError(f"max_len: expected at least 1, got {max_len}")
     config = model.config
+    never = sorted({config.pad_id, config.bos_id} - {config.eos_id})
     src_mask = padding_mask(src, pad_id=config.pad_id)
     memory = model.encode(src, src_mask=src_mask)
     batch = src.shape[0]
@@ -36,7 +39,8 @@ def greedy(model: Transformer, src: Int[Array, "batch src_len"], *, max_len: int
 
     def step(state: _State) -> _State:
         logits, caches = model.decode_step(state.last, state.caches, position=state.position, src_mask=src_mask)
-        chosen = jnp.argmax(forbid_specials(logits, pad_id=config.pad_id, bos_id=config.bos_id), axis=-1)
+        logits = logits.at[:, jnp.array(never, jnp.int32)].set(jnp.finfo(logits.dtype).min)
+        chosen = jnp.argmax(logits, axis=-1)
         chosen = jnp.where(state.finished, config.pad_id, chosen).astype(src.dtype)
         return _State(
             position=state.position + 1,
@@ -54,8 +58,3 @@ def greedy(model: Transformer, src: Int[Array, "batch src_len"], *, max_len: int
         caches=model.new_caches(memory, max_len=max_len),
     )
     return jax.lax.while_loop(go_on, step, start).output
-
-
-def forbid_specials(logits: Float[Array, "batch vocab"], *, pad_id: int, bos_id: int) -> Float[Array, "batch vocab"]:
-    """Lowest possible logits for what no translation contains."""
-    return logits.at[:, jnp.array([pad_id, bos_id])].set(jnp.finfo(logits.dtype).min)

@@ -188,4 +188,4 @@ def _bernoulli_keep(key: Key[Array, ""], shape: tuple[int, ...], rate: float) ->
     size = math.prod(shape)
     words = jax.random.bits(key, ((size + 1) // 2,), jnp.uint32)
     halves = jax.lax.bitcast_convert_type(words, jnp.uint16).reshape(-1)[:size]
-    return (halves >= jnp.uint16(round(rate * 65536))).reshape(shape)
+    return (halves >= jnp.uint16(min(round(rate * 65536), 65535))).reshape(shape)

@@ -232,7 +232,7 @@ class Transformer(nnx.Module):
         )
 
 
-def check_ids(ids: Int[Array, "..."], *, name: str, vocab_size: int) -> None:
+def check_ids(ids: Int[Array | np.ndarray, "..."], *, name: str, vocab_size: int) -> None:
     """Raises ValueError if an id is outside 0 .. vocab_size-1: jax's gather would clamp it without a word.
 
     Under a jax transformation the values cannot be seen; whoever makes the batches checks them there.

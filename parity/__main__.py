@@ -1,6 +1,7 @@
 """The command line: `python -m parity check`, `python -m parity convert`.
 
-Exit status of check: 0 equal, 1 not equal, 2 nothing to compare; of convert: 0 done, 1 it failed, 2 wrong usage.
+Exit status of check: 0 equal, 1 not equal, 2 wrong usage, 3 a model failed while it ran;
+of convert: 0 done, 1 it failed, 2 wrong usage.
 """
 
 import dataclasses
@@ -9,16 +10,30 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from transformer_config import TransformerConfig
 
+if TYPE_CHECKING:
+    from parity.pair import Pair
+
 # Only light modules above: `--help` must not wait for jax and torch.
 
 Preset = Literal["tiny", "base", "big"]
 Format = Literal["torch-reference", "flax"]
+
+
+PRECISION = "the check runs in float64 and in float32, whatever the config says"
+DROPOUT = "the check runs without dropout"
+NOT_CHECKED = {
+    "dtype": PRECISION,
+    "param_dtype": PRECISION,
+    "dropout": DROPOUT,
+    "attention_dropout": DROPOUT,
+    "activation_dropout": DROPOUT,
+}
 
 
 class UsageError(Exception):
@@ -42,33 +57,55 @@ def check(
         seed: Of random weights and ids.
         json_file: Write the report to this file too.
     """
-    if preset is None and checkpoint is None:
-        raise UsageError("expected --preset or --checkpoint")
-    if assignments and checkpoint is not None:
-        raise UsageError("expected --set without --checkpoint, which has its own config")
+    pair = _pair(preset=preset, checkpoint=checkpoint, assignments=assignments, seed=seed, json_file=json_file)
     from rich.console import Console
 
-    from parity import ladder, report, twins
+    from parity import ladder, report
+    from parity.weights.problems import MappingError
 
-    try:
-        if checkpoint is not None:
-            pair = twins.checkpoint_pair(checkpoint)
-        else:
-            assert preset is not None
-            config: TransformerConfig = getattr(TransformerConfig, preset)(**_fields(assignments))
-            pair = twins.preset_pair(config, seed=seed, name=f"preset {preset}")
-    except (ValueError, OSError) as error:
-        # Nothing was compared, so nothing is unequal.
-        raise UsageError(str(error)) from error
     # In a log file there is no terminal to ask, and room for the names.
     console = Console(width=None if sys.stdout.isatty() else 120)
-    with console.status("Comparing ..."):
-        outcome = ladder.check(pair)
+    try:
+        with console.status("Comparing ..."):
+            outcome = ladder.check(pair)
+    except MappingError:
+        raise
+    except Exception:
+        console.print_exception()
+        print("error: a model failed while it ran; nothing was compared", file=sys.stderr)
+        return 3
     report.show(outcome, console=console)
     if json_file is not None:
         report.write_json(outcome, json_file)
         console.print(f"Written to {json_file}.")
     return 0 if outcome.passed else 1
+
+
+def _pair(
+    *, preset: Preset | None, checkpoint: Path | None, assignments: Sequence[str], seed: int, json_file: Path | None
+) -> "Pair":
+    """What the command line asks to compare. Raises UsageError if that cannot be: nothing compared is not unequal."""
+    if preset is None and checkpoint is None:
+        raise UsageError("expected --preset or --checkpoint")
+    if assignments and checkpoint is not None:
+        raise UsageError("expected --set without --checkpoint, which has its own config")
+    if seed < 0:
+        raise UsageError(f"--seed: expected at least 0, got {seed}")
+    fields = _fields(assignments)
+    try:
+        from parity import twins
+
+        if json_file is not None:
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+        if checkpoint is not None:
+            return twins.checkpoint_pair(checkpoint)
+        assert preset is not None
+        config: TransformerConfig = getattr(TransformerConfig, preset)(**fields)
+        return twins.preset_pair(config, seed=seed, name=f"preset {preset}")
+    except ImportError as error:
+        raise UsageError(f"expected torch and jax to be installed, got {error}") from error
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
 
 
 def _fields(assignments: Sequence[str]) -> dict[str, object]:
@@ -78,6 +115,8 @@ def _fields(assignments: Sequence[str]) -> dict[str, object]:
         name, equals, text = assignment.partition("=")
         if not equals or name not in {field.name for field in dataclasses.fields(TransformerConfig)}:
             raise UsageError(f"expected FIELD=VALUE with a field of TransformerConfig, got {assignment!r}")
+        if name in NOT_CHECKED:
+            raise UsageError(f"expected a field that the check depends on, got {assignment!r}: {NOT_CHECKED[name]}")
         try:
             fields[name] = json.loads(text.replace("None", "null").replace("True", "true").replace("False", "false"))
         except json.JSONDecodeError:

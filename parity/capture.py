@@ -32,50 +32,29 @@ class Trace:
     summed: dict[str, np.ndarray]
     """Reference only: for a bias, the sum of the absolute values of what its gradient is the sum of."""
 
+    @property
+    def everything(self) -> dict[str, np.ndarray]:
+        """Outputs of modules, logits and loss."""
+        return self.outputs | {"logits": self.logits, "loss": self.loss}
+
 
 def run_reference(
     module: torch.nn.Module, run: Any, inputs: Inputs, *, weights: Mapping[str, np.ndarray], precision: Precision
 ) -> Trace:
-    """One forward and backward pass of the torch module, with these weights."""
+    """One forward and backward pass of the torch module, with these weights.
+
+    Raises ValueError that names parameters without a weight.
+    """
     load_reference(module, weights, precision=precision)
-    given: dict[str, list[list[torch.Tensor]]] = {}
-    returned: dict[str, list[list[torch.Tensor]]] = {}
-    order: list[str] = []
-    summed: dict[str, np.ndarray] = {}
-
-    def on_call(name: str) -> Any:
-        def hook(called: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given.setdefault(name, []).append(_tensors((args, list(kwargs.values()))))
-            returned.setdefault(name, []).append(_tensors(output))
-            order.append(_numbered(name, len(returned[name])))
-            if isinstance(called, torch.nn.Linear) and called.bias is not None and output.requires_grad:
-                output.register_hook(on_gradient(f"{name}.bias"))
-
-        return hook
-
-    def on_gradient(bias: str) -> Any:
-        def hook(gradient: torch.Tensor) -> None:
-            total = _numpy(gradient.abs().flatten(0, -2).sum(0))
-            summed[bias] = summed[bias] + total if bias in summed else total
-
-        return hook
-
-    handles = [
-        submodule.register_forward_hook(on_call(name), with_kwargs=True)
-        for name, submodule in module.named_modules()
-        if name
-    ]
-    try:
+    recorder = _TorchRecorder()
+    with recorder.recording(module):
         logits, loss = run(module, {name: torch.from_numpy(array) for name, array in inputs.items()})
-    finally:
-        # Before the backward pass, in which gradient checkpointing calls modules once more.
-        for handle in handles:
-            handle.remove()
+    # Recording has ended: in the backward pass, gradient checkpointing calls modules once more.
     loss.backward()
-    outputs = _named({name: [[_numpy(t) for t in call] for call in calls] for name, calls in returned.items()})
-    rank = {name: i for i, name in enumerate(order)}
+    outputs = _named(recorder.returned)
+    rank = {name: i for i, name in enumerate(recorder.order)}
     return Trace(
-        given=_named({name: [[_numpy(t) for t in call] for call in calls] for name, calls in given.items()}),
+        given=_named(recorder.given),
         outputs=dict(sorted(outputs.items(), key=lambda item: rank[item[0].split("[")[0]])),
         logits=_numpy(logits),
         loss=_numpy(loss),
@@ -83,8 +62,49 @@ def run_reference(
             name: np.zeros(tuple(p.shape), _numpy(p).dtype) if p.grad is None else _numpy(p.grad)
             for name, p in module.named_parameters()
         },
-        summed=summed,
+        summed=recorder.summed,
     )
+
+
+class _TorchRecorder:
+    """What every submodule is given and returns, and what the gradients of biases are sums of."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, list[list[np.ndarray]]] = {}
+        self.returned: dict[str, list[list[np.ndarray]]] = {}
+        self.order: list[str] = []
+        self.summed: dict[str, np.ndarray] = {}
+
+    @contextlib.contextmanager
+    def recording(self, module: torch.nn.Module) -> Iterator[None]:
+        handles = [
+            submodule.register_forward_hook(self._on_call(name), with_kwargs=True)
+            for name, submodule in module.named_modules()
+            if name
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _on_call(self, name: str) -> Any:
+        def hook(called: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            given = [_numpy(tensor) for tensor in _tensors((args, list(kwargs.values())))]
+            self.given.setdefault(name, []).append(given)
+            self.returned.setdefault(name, []).append([_numpy(tensor) for tensor in _tensors(output)])
+            self.order.append(_numbered(name, len(self.returned[name])))
+            if isinstance(called, torch.nn.Linear) and called.bias is not None and output.requires_grad:
+                output.register_hook(self._on_gradient(f"{name}.bias"))
+
+        return hook
+
+    def _on_gradient(self, bias: str) -> Any:
+        def hook(gradient: torch.Tensor) -> None:
+            total = _numpy(gradient.abs().flatten(0, -2).sum(0))
+            self.summed[bias] = self.summed[bias] + total if bias in self.summed else total
+
+        return hook
 
 
 def load_reference(module: torch.nn.Module, weights: Mapping[str, np.ndarray], *, precision: Precision) -> None:
@@ -158,7 +178,11 @@ def _recorded_calls(model: nnx.Module) -> Iterator[None]:
     Sowing, and not a list on the side, because values inside `nnx.remat` must leave it through the module's state.
     """
     classes = {type(module) for path, module in nnx.iter_modules(model) if path}
-    originals = {cls: cls.__dict__["__call__"] for cls in classes if "__call__" in cls.__dict__}
+    # By the class that defines it, not by getattr: a class is itself callable, and a method may be inherited.
+    defined = {
+        cls: next((base.__dict__["__call__"] for base in cls.__mro__ if "__call__" in base.__dict__), None)
+        for cls in classes
+    }
 
     def recording(original: Any) -> Any:
         def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
@@ -169,13 +193,18 @@ def _recorded_calls(model: nnx.Module) -> Iterator[None]:
 
         return call
 
+    wrapped = {cls: recording(original) for cls, original in defined.items() if original is not None}
+    own = {cls: cls.__dict__.get("__call__") for cls in wrapped}
     try:
-        for cls, original in originals.items():
-            setattr(cls, "__call__", recording(original))  # noqa: B010
+        for cls, call in wrapped.items():
+            setattr(cls, "__call__", call)  # noqa: B010
         yield
     finally:
-        for cls, original in originals.items():
-            setattr(cls, "__call__", original)  # noqa: B010
+        for cls, original in own.items():
+            if original is None:
+                delattr(cls, "__call__")
+            else:
+                setattr(cls, "__call__", original)  # noqa: B010
 
 
 def _floating(leaves: Iterable[Any]) -> tuple[jax.Array, ...]:

@@ -14,20 +14,11 @@ from parity.compare import (
     Comparison,
     Identical,
     identical_after_rounding,
-    relative_error,
 )
+from parity.locate import Location, locate, locate_float32, locate_gradient
 from parity.pair import Inputs, Pair, Precision
 from parity.rungs import Rung, forward, gradients, weights
-from parity.tolerances import FLOAT32_DRAWS, FLOAT64_RELATIVE, UNITS_AFTER_ROUNDING, allowed_unequal
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Location:
-    """The first module whose output differs although what it was given does not."""
-
-    module: str
-    error: float
-    """Relative error of its output in float64."""
+from parity.tolerances import FLOAT32_DRAWS, UNITS_AFTER_ROUNDING, allowed_unequal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +102,7 @@ class _Climb:
         self.zero |= zero
         self.record("module outputs", "float64", forward.outputs(port, reference), label)
         self.record("logits and loss", "float64", forward.results(port, reference), label)
-        float64 = gradients.float64_gradients(port.gradients, answer, zero=zero)
+        float64 = list(gradients.float64_gradients(port.gradients, answer, zero=zero))
         self.record("gradients", "float64", float64, label)
         noise = gradients.zeros(port.gradients, summed, zero=zero, dtype=np.float64)
         self.record("zero gradients", "float64", noise, label)
@@ -119,7 +110,7 @@ class _Climb:
         for name in answer.keys() - zero:
             self.gradients_identical += identical_after_rounding(port.gradients[name], answer[name])
         if self.first_difference is None:
-            self.first_difference = locate(port, reference)
+            self.first_difference = locate(port, reference) or locate_gradient(float64, reference)
         del port
         if self._failed("float64"):
             # Whoever computes something else has no float32 error to speak of. What was not compared is not passed.
@@ -137,36 +128,53 @@ class _Climb:
         zero: frozenset[str],
         label: str,
     ) -> None:
-        forward_answer, gradient_answer = _forward_tensors(exact), gradients.without(answer, zero)
         port = self.ports["float32"](self.port_weights, inputs)
-        ours = forward.errors(_forward_tensors(port), forward_answer), forward.errors(port.gradients, gradient_answer)
-        theirs: list[tuple[dict[str, float], dict[str, float]]] = []
-
-        def draw(weights: Mapping[str, np.ndarray]) -> None:
-            run = self._reference("float32", inputs, weights=weights)
-            in_port_layout = gradients.in_port_layout(run, self.pair.mapping)
-            theirs.append(
-                (forward.errors(_forward_tensors(run), forward_answer), forward.errors(in_port_layout, gradient_answer))
-            )
-
-        def judge() -> tuple[list[Comparison], list[Comparison]]:
-            outputs, parameters = zip(*theirs, strict=True)
-            return list(forward.against_float64(ours[0], outputs)), list(forward.against_float64(ours[1], parameters))
-
-        draw(self.pair.weights)
-        judged = judge()
-        first = failed = [c for c in (*judged[0], *judged[1]) if not c.passed]
-        for number in range(FLOAT32_DRAWS):
-            if not failed or not all(math.isfinite(c.error) for c in failed):
-                break
-            draw(moved_by_a_rounding(self.pair.weights, seed=number))
-            judged = judge()
-            failed = [c for c in (*judged[0], *judged[1]) if not c.passed]
-            self.redrawn |= {c.tensor for c in first}
+        ours = self._errors(port, exact, port.gradients, answer, zero)
+        theirs = self._reference_errors(inputs, self.pair.weights, zero, exact=(exact, answer))
+        judged = [list(forward.against_float64(*sides)) for sides in zip(ours, theirs, strict=True)]
+        first = failed = [c for comparisons in judged for c in comparisons if not c.passed]
+        further: list[tuple[dict[str, float], dict[str, float]]] = []
+        while failed and len(further) < FLOAT32_DRAWS and all(math.isfinite(c.error) for c in failed):
+            moved = moved_by_a_rounding(self.pair.weights, seed=len(further))
+            further.append(self._reference_errors(inputs, moved, zero))
+            runs = zip(*further, strict=True)
+            again = [list(forward.judged_again(*sides)) for sides in zip(judged, runs, strict=True)]
+            failed = [c for comparisons in again for c in comparisons if not c.passed]
+            if not failed:
+                judged = again
+                self.redrawn |= {c.tensor for c in first}
         self.record("outputs, logits and loss", "float32", judged[0], label)
         self.record("gradients", "float32", judged[1], label)
         noise = gradients.zeros(port.gradients, summed, zero=zero, dtype=np.float32)
         self.record("zero gradients", "float32", noise, label)
+        if self.first_difference is None:
+            self.first_difference = locate_float32(judged[0], judged[1], exact)
+
+    def _reference_errors(
+        self,
+        inputs: Inputs,
+        weights: Mapping[str, np.ndarray],
+        zero: frozenset[str],
+        *,
+        exact: tuple[Trace, Mapping[str, np.ndarray]] | None = None,
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """How far the reference's float32 run is from its float64 run, with the same weights."""
+        if exact is None:
+            trace = self._reference("float64", inputs, weights=weights)
+            exact = trace, gradients.in_port_layout(trace, self.pair.mapping)
+        run = self._reference("float32", inputs, weights=weights)
+        return self._errors(run, exact[0], gradients.in_port_layout(run, self.pair.mapping), exact[1], zero)
+
+    @staticmethod
+    def _errors(
+        run: Trace,
+        exact: Trace,
+        run_gradients: Mapping[str, np.ndarray],
+        exact_gradients: Mapping[str, np.ndarray],
+        zero: frozenset[str],
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        outputs = forward.errors(run.everything, exact.everything)
+        return outputs, forward.errors(run_gradients, gradients.without(exact_gradients, zero))
 
     def _failed(self, precision: Precision) -> bool:
         return any(
@@ -211,31 +219,3 @@ def moved_by_a_rounding(weights: Mapping[str, np.ndarray], *, seed: int) -> dict
             which == 2, weight, np.where(which == 1, *(np.nextafter(weight, limit) for limit in directions))
         )
     return moved
-
-
-def _forward_tensors(trace: Trace) -> dict[str, np.ndarray]:
-    return trace.outputs | {"logits": trace.logits, "loss": trace.loss}
-
-
-def locate(port: Trace, reference: Trace) -> Location | None:
-    """The first module call, in the order in which calls end, that was given the same and returned something else.
-
-    A call that the port did not make counts as one. If every differing module was given something that differs
-    already, it is the first that differs.
-    """
-    first = None
-    for name, expected in reference.outputs.items():
-        made = name in port.outputs
-        error = relative_error(port.outputs[name], expected) if made else float("inf")
-        if error <= FLOAT64_RELATIVE:
-            continue
-        call = name.split("[")[0]
-        location = Location(module=call, error=error)
-        first = first or location
-        given = [key for key in reference.given if key.split("[")[0] == call]
-        if not made or all(
-            key in port.given and relative_error(port.given[key], reference.given[key]) <= FLOAT64_RELATIVE
-            for key in given
-        ):
-            return location
-    return first

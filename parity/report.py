@@ -18,6 +18,7 @@ from rich.text import Text
 
 from parity.compare import Comparison, Identical
 from parity.ladder import Report
+from parity.locate import Location
 from parity.tolerances import FLOAT32_DRAWS
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "numpy", "orbax-checkpoint", "twinformer")
@@ -50,14 +51,13 @@ def show(report: Report, *, console: Console) -> None:
             f"{len(report.redrawn)} float32 errors were beyond twice the reference's, and were judged by up to "
             f"{FLOAT32_DRAWS} further runs of it: {_some(report.redrawn)}"
         )
+    for rung in report.rungs:
+        if rung.failures:
+            names = ", ".join(failure.tensor for failure in rung.failures[:5])
+            more = ", ..." if len(rung.failures) > 5 else ""
+            console.print(f"{rung.name}, {rung.precision}: {len(rung.failures)} beyond their bound: {names}{more}")
     if report.first_difference is not None:
-        console.print(
-            Text(
-                f"First module that differs: {report.first_difference.module} "
-                f"(relative error {report.first_difference.error:.1e})",
-                style="bold red",
-            )
-        )
+        console.print(Text(str(report.first_difference), style="bold red"))
     verdict = Text("equal", style="bold green") if report.passed else Text("NOT EQUAL", style="bold red")
     console.print(Text.assemble("The two are ", verdict, f". {report.seconds:.0f} s."))
 
@@ -83,7 +83,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "gradients_identical": _identical(report.gradients_identical),
         "zero_gradients": list(report.zero_gradients),
         "redrawn": list(report.redrawn),
-        "first_difference": None if first is None else {"module": first.module, "error": _number(first.error)},
+        "first_difference": None if first is None else _location(first),
         "num_parameters": report.num_parameters,
         "seconds": report.seconds,
         "environment": environment(),
@@ -130,6 +130,10 @@ def _identical(identical: Identical) -> dict[str, Any]:
         "unequal": identical.unequal,
         "max_units_in_the_last_place": identical.max_units,
     }
+
+
+def _location(first: Location) -> dict[str, Any]:
+    return {"module": first.module, "error": _number(first.error), "explanation": first.explanation}
 
 
 def _comparison(comparison: Comparison) -> dict[str, Any]:

@@ -16,10 +16,10 @@ tensor: on a few elements a ratio of two rounding errors exceeds 2 by chance (8%
 all tensors there is no floor."""
 
 FLOAT32_DRAWS = 8
-"""A rounding error is one draw from a distribution. Where the port's is beyond the bound, the reference is run up to so
-many times more, each time with every weight moved by at most one rounding, and its largest error decides. A fault in
-the port stays far outside; an ill-conditioned gradient, or a relu whose input is within rounding of its kink, does
-not. Tensors that needed it are named in the report."""
+"""A rounding error is one draw from a distribution. A tensor of the port beyond the bound is judged by the reference's
+largest error over up to so many further runs, in float32 and in float64, with every weight moved by at most one
+rounding: the error of an ill-conditioned gradient, or of a relu whose input is within rounding of its kink. The report
+names the tensors that needed it; the pooled error is never judged again."""
 
 ZERO_GRADIENT_UNITS = 64.0
 """A bias gradient is zero in exact arithmetic if its norm is below so many units of rounding of the sum of absolute

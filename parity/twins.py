@@ -77,9 +77,14 @@ def checkpoint_pair(run: Path, *, pairs: int = 24) -> Pair:
     """
     trained = load_run(run)
     config = trained.config.model
-    mapping = twin_mapping(tied=config.tie_embeddings == "all")
-    weights = mapping.inverse().apply({name: np.asarray(array) for name, array in trained.params.items()})
     name = f"{run}, step {trained.step:,}"
+    if config.attention == "library":
+        config, name = config.replace(attention="plain"), f"{name}, with plain attention"
+    if config.param_dtype != "float32":
+        name = f"{name}, its {config.param_dtype} weights as float32"
+    # To float32 every narrower dtype goes exactly; a float64 weight is rounded, for both sides alike.
+    params = {name: np.asarray(array).astype(np.float32) for name, array in trained.params.items()}
+    weights = twin_mapping(tied=config.tie_embeddings == "all").inverse().apply(params)
     return twin_pair(config, weights=weights, batches=_real_batches(trained, pairs=pairs), name=name)
 
 

@@ -33,7 +33,8 @@ def run(config: Annotated[Preset, tyro.conf.arg(name="")]) -> int:
 
     from train.loop import run
 
-    run(config, console=Console())
+    # In a log file there is no terminal to ask, and room for a line.
+    run(config, console=Console(width=None if sys.stdout.isatty() else 120))
     return 0
 
 

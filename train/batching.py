@@ -18,8 +18,8 @@ from transformer_config.config import BOS_ID, EOS_ID, PAD_ID
 
 EXTRA_BUCKETS = 2
 """Shapes, at most, that held-out pairs longer than every training shape may add."""
-LENGTH_STEP = 16
-"""Source lengths of decoding batches are multiples of this, so that a few shapes serve any text."""
+SHORTEST_DECODING = 16
+"""Source lengths of decoding batches are this, twice this, four times this, ...: a few shapes serve any text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,13 +297,21 @@ def evaluation_batches(encoded: EncodedText, buckets: Sequence[Bucket]) -> Batch
     return BatchPlan(encoded=encoded, buckets=extended, members=tuple(members))
 
 
+def decoding_lengths(longest: int) -> tuple[int, ...]:
+    """The padded source lengths that sentences of up to `longest` pieces can have."""
+    lengths = [SHORTEST_DECODING]
+    while lengths[-1] < longest:
+        lengths.append(2 * lengths[-1])
+    return tuple(lengths)
+
+
 def decode_batches(
     src: list[list[int]], *, batch_size: int, max_len: int | None = None
 ) -> Iterator[tuple[Int64[np.ndarray, "batch"], Int32[np.ndarray, "batch src_len"]]]:
     """Source sentences for decoding, in order of length: where each row stands in `src`, and the padded rows.
 
-    Lengths are rounded up to multiples of 16, but not beyond `max_len`, the model's table of positions, where one is
-    given. Rows that fill the last batch hold only PAD and have index -1.
+    Lengths are rounded up to the next of `decoding_lengths`, but not beyond `max_len`, the model's table of positions,
+    where one is given. Rows that fill the last batch hold only PAD and have index -1.
 
     Raises ValueError when a sentence is longer than `max_len`.
     """
@@ -316,7 +324,7 @@ def decode_batches(
             f"the longest of {lengths.max()}"
         )
     for rows in _chunks(np.argsort(lengths, kind="stable"), batch_size):
-        src_len = -(-int(lengths[rows].max()) // LENGTH_STEP) * LENGTH_STEP
+        src_len = decoding_lengths(int(lengths[rows].max()))[-1]
         if max_len is not None:
             src_len = min(src_len, max_len)
         indices = np.full(batch_size, -1, dtype=np.int64)

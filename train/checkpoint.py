@@ -28,8 +28,12 @@ class Checkpoints:
     Each `params` is an Orbax checkpoint of its own, a flat dictionary from dotted names to arrays.
     """
 
-    def __init__(self, folder: Path, *, keep: int):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+    def __init__(self, folder: Path, *, keep: int, read_only: bool = False):
+        if read_only:
+            # Inference must not tidy up after a training that may be running.
+            options = ocp.CheckpointManagerOptions(read_only=True)
+        else:
+            options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
     def latest_step(self) -> int | None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from transformer_config import TransformerConfig
+from transformer_config import BOS_ID, EOS_ID, PAD_ID, TransformerConfig
 
 T = TypeVar("T")
 
@@ -164,6 +164,9 @@ class TrainConfig:
             raise ValueError(f"seed: expected at least 0, got {self.seed}")
         if self.max_steps is not None:
             _expect_positive("train", self, "max_steps")
+        for name, expected in (("pad_id", PAD_ID), ("bos_id", BOS_ID), ("eos_id", EOS_ID)):
+            if getattr(self.model, name) != expected:
+                raise ValueError(f"model.{name}: expected {expected}, the tokenizer's, got {getattr(self.model, name)}")
         limit = self.model.sequence_limit
         for name, length in (
             ("batch.max_len", self.batch.max_len),

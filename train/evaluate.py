@@ -8,7 +8,8 @@ import numpy as np
 import sacrebleu
 from jaxtyping import Array
 
-from train.batching import BatchPlan, decode_batches
+from flax_transformer.transformer import check_ids
+from train.batching import BatchPlan, decode_batches, decoding_lengths
 from train.config import TrainConfig
 from train.parallel import Compiled, compile_greedy, to_device, to_host
 from train.tokenizer import Tokenizer
@@ -58,10 +59,15 @@ class Translations:
 
 
 def held_out_loss(
-    evaluation_step: Callable[..., Any], params: dict[str, Array], plan: BatchPlan, *, target: Sequence[str]
+    evaluation_step: Callable[..., Any],
+    params: dict[str, Array],
+    plan: BatchPlan,
+    *,
+    target: Sequence[str],
+    vocab_size: int,
 ) -> HeldOutLoss:
     """The loss over every pair of `plan`, whose raw target lines are `target`."""
-    sums = [to_host(evaluation_step(params, to_device(batch))) for batch in plan]
+    sums = [to_host(evaluation_step(params, to_device(batch, vocab_size=vocab_size))) for batch in plan]
     return HeldOutLoss(
         nll=float(np.sum([s.nll for s in sums], dtype=np.float64)),
         num_tokens=int(sum(s.num_tokens for s in sums)),
@@ -97,16 +103,23 @@ class Translator:
         self._config = config
         self._tokenizer = tokenizer
         self._compiled: dict[int, Compiled[..., Any]] = {}
+        self._longest = 0
 
     @property
     def compilations(self) -> int:
         """How often decoding was compiled: once for every padded source length."""
         return sum(compiled.compilations for compiled in self._compiled.values())
 
+    @property
+    def max_compilations(self) -> int:
+        """The most there can be for sources as long as the longest so far: one for each of its `decoding_lengths`."""
+        return len(decoding_lengths(self._longest))
+
     def translate(self, params: dict[str, Array], lines: Sequence[str]) -> Translations:
         """Translates `lines`; an empty one stays empty. Raises ValueError for lines too long for the model."""
         encoded = [[*ids, EOS_ID] for ids in self._tokenizer.encode([line.strip() for line in lines])]
         full = [i for i, ids in enumerate(encoded) if len(ids) > 1]
+        self._longest = max([self._longest, *map(len, encoded)])
         output: list[list[int]] = [[] for _ in encoded]
         unfinished = []
         batches = decode_batches(
@@ -115,6 +128,7 @@ class Translator:
             max_len=self._config.model.sequence_limit,
         )
         for indices, src in batches:
+            check_ids(src, name="src", vocab_size=self._config.model.src_vocab_size)
             rows = to_host(self._decoder(src.shape[1])(params, src))
             for index, row in zip(indices, rows, strict=True):
                 if index >= 0:

@@ -145,7 +145,9 @@ class Trainer:
             pending: StepMetrics | None = None
             for i in range(self.position.batch, len(plan)):
                 batch = plan.batch(i)
-                self.state, metrics = self.train_step(self.state, to_device(batch), self.dropout_key)
+                self.state, metrics = self.train_step(
+                    self.state, to_device(batch, vocab_size=config.model.tgt_vocab_size), self.dropout_key
+                )
                 # The step before is read only now, so that the device never waits for the host.
                 if pending is not None:
                     progress.update(i, self._record(pending, epoch))
@@ -192,12 +194,15 @@ class Trainer:
                 "copying the source": copy_exact_match(corpus.test),
                 "the nearest training pair": nearest_pair_exact_match(corpus.train, corpus.test),
             }
-        for split, scores in (("validation", validation_scores), ("test", test_scores)):
-            self._append(f"final_{split}", self.position.epoch, **dataclasses.asdict(scores))
+        per_unit = {"nll_per_token": loss.per_token, "nll_per_character": loss.per_character}
+        self._append("final_validation", self.position.epoch, **dataclasses.asdict(validation_scores), **per_unit)
+        self._append("final_test", self.position.epoch, **dataclasses.asdict(test_scores))
         show_scores(self.console, loss=loss, validation=validation_scores, test=test_scores, baselines=baselines)
         shown = ParallelText(source=corpus.test.source[:6], target=corpus.test.target[:6])
         show_translations(self.console, shown, self.translator.translate(self.state.params, shown.source).lines)
-        self.console.print(f"Compilations of decoding: {self.translator.compilations}.")
+        self.console.print(
+            f"Compilations of decoding: {self.translator.compilations} (at most {self.translator.max_compilations})."
+        )
         self.console.print(f"The run is in {self.run_dir.path}.")
         return RunResult(step=self.step, validation=loss, validation_scores=validation_scores, test_scores=test_scores)
 
@@ -219,7 +224,13 @@ class Trainer:
 
     def _validation_loss(self) -> HeldOutLoss:
         plan = evaluation_batches(self.data.validation, self.data.buckets)
-        return held_out_loss(self.evaluation_step, self.state.params, plan, target=self.data.corpus.validation.target)
+        return held_out_loss(
+            self.evaluation_step,
+            self.state.params,
+            plan,
+            target=self.data.corpus.validation.target,
+            vocab_size=self.config.model.tgt_vocab_size,
+        )
 
     def _scores(self, text: ParallelText) -> Scores:
         return score(self.translator.translate(self.state.params, text.source).lines, text.target)

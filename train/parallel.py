@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from flax_transformer.decoding import greedy
 from flax_transformer.parameters import abstract_model, with_parameters
+from flax_transformer.transformer import check_ids
 from train.batching import Batch
 from train.config import TrainConfig
 from train.step import Arrays, EvaluationStep, TrainStep, make_evaluation_step, make_train_step
@@ -50,7 +51,7 @@ def compile_evaluation_step(config: TransformerConfig) -> Compiled[..., Any]:
 
 
 def compile_greedy(config: TransformerConfig, *, max_len: int) -> Compiled[..., Any]:
-    """Greedy decoding: (params, src) -> ids."""
+    """Greedy decoding: (params, src) -> ids. Whoever calls it has checked the ids."""
     model = abstract_model(config)
 
     def decode(params: dict[str, Array], src: Int[Array, "batch src_len"]) -> Int[Array, "batch max_len"]:
@@ -59,8 +60,13 @@ def compile_greedy(config: TransformerConfig, *, max_len: int) -> Compiled[..., 
     return Compiled(decode)
 
 
-def to_device(batch: Batch) -> Arrays:
-    """The batch as arguments of a compiled step."""
+def to_device(batch: Batch, *, vocab_size: int) -> Arrays:
+    """The batch as arguments of a compiled step.
+
+    Raises ValueError for ids outside the vocabulary: here, on the host, because a compiled gather clamps them.
+    """
+    for name, ids in (("src", batch.src), ("tgt_in", batch.tgt_in), ("tgt_out", batch.tgt_out)):
+        check_ids(ids, name=name, vocab_size=vocab_size)
     return Arrays(*jax.device_put((batch.src, batch.tgt_in, batch.tgt_out)))
 
 

@@ -40,7 +40,7 @@ def load_run(path: Path) -> TrainedRun:
     config = config.with_vocabulary(tokenizer.size)
     if not run_dir.checkpoints.is_dir():
         raise FileNotFoundError(f"{run_dir.checkpoints}: expected the checkpoints of a run, found no such folder")
-    checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep)
+    checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, read_only=True)
     try:
         step = checkpoints.latest_step()
         if step is None:

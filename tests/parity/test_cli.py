@@ -20,6 +20,7 @@ from train.config import (
     TrainConfig,
 )
 from train.loop import run as train
+from train.run_dir import RunDir
 from transformer_config import TransformerConfig
 
 
@@ -42,6 +43,10 @@ def status(*arguments: str) -> int:
         (("check", "--preset", "tiny", "--set", "num_heads=7"), "num_heads: expected a divisor of d_model=30, got 7"),
         (("check", "--preset", "tiny", "--set", "attention=library"), "got 'library'"),
         (("check", "--checkpoint", "no-such-run"), "no-such-run"),
+        (("check", "--preset", "tiny", "--set", "dtype=bfloat16"), "float64 and in float32"),
+        (("check", "--preset", "tiny", "--set", "dropout=0.3"), "without dropout"),
+        (("check", "--preset", "tiny", "--seed", "-1"), "--seed: expected at least 0"),
+        (("check", "--preset", "tiny", "--json", "/proc/nope/report.json"), "/proc/nope"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(
@@ -92,6 +97,20 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+def test_a_model_that_fails_while_it_runs_exits_with_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from parity import ladder
+
+    def fail(_: object) -> None:
+        raise RuntimeError("the port is broken")
+
+    monkeypatch.setattr(ladder, "check", fail)
+    assert status("check", "--preset", "tiny") == 3
+    captured = capsys.readouterr()
+    assert "the port is broken" in captured.out + captured.err
+
+
 def test_trained_weights_are_checked_on_the_runs_own_text(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +119,17 @@ def test_trained_weights_are_checked_on_the_runs_own_text(
     values = json.loads((tmp_path / "report.json").read_text())
     assert values["passed"]
     assert "step" in values["name"]
+
+
+def test_a_run_in_half_width_with_library_attention_can_be_checked(trained_run: Path, tmp_path: Path) -> None:
+    """Its bfloat16 weights go exactly to float32, and its library attention is checked as the plain one."""
+    config = RunDir(trained_run).read_config()
+    model = config.model.replace(param_dtype="bfloat16", dtype="bfloat16", attention="library")
+    config = config.replace(run_dir=tmp_path / "half", model=model, max_steps=2)
+    train(config, console=Console(quiet=True))
+    assert status("check", "--checkpoint", str(tmp_path / "half"), "--json", str(tmp_path / "report.json")) == 0
+    name = json.loads((tmp_path / "report.json").read_text())["name"]
+    assert "with plain attention, its bfloat16 weights as float32" in name
 
 
 def test_a_run_goes_to_torch_and_back_with_the_same_bytes(trained_run: Path, tmp_path: Path) -> None:

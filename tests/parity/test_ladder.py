@@ -17,7 +17,9 @@ from rich.console import Console
 
 from parity import ladder, report
 from parity.capture import PortRunner, run_reference
+from parity.locate import MODEL
 from parity.pair import Pair
+from parity.rungs import forward
 from parity.weights.mapping import MappingError, Rule, WeightMapping
 from parity.weights.rules import Transpose
 
@@ -139,8 +141,9 @@ def test_an_activation_off_by_a_billionth_is_found_and_located() -> None:
     outcome = ladder.check(make_pair(PortWithAnotherActivation))
     assert not outcome.passed
     assert outcome.first_difference is not None
-    # The activation is no module: `second` is the first that returns something else.
-    assert outcome.first_difference.module == "second"
+    # The activation is no module: it stands between two.
+    assert outcome.first_difference.module == MODEL
+    assert "between first, the last that is equal, and second" in outcome.first_difference.explanation
 
 
 def test_the_float32_gate_is_skipped_after_a_float64_failure_and_does_not_pass() -> None:
@@ -156,7 +159,9 @@ def test_a_fault_that_only_float32_shows_is_found_whatever_the_further_runs() ->
     assert all(passed for (_, precision), passed in verdicts.items() if precision != "float32")
     assert not verdicts["outputs, logits and loss", "float32"]
     assert not outcome.passed
-    assert outcome.redrawn
+    assert outcome.first_difference is not None
+    assert outcome.first_difference.module == "second"
+    assert "equal in float64" in outcome.first_difference.explanation
 
 
 def test_weights_are_moved_to_a_neighbour_at_most() -> None:
@@ -166,6 +171,57 @@ def test_weights_are_moved_to_a_neighbour_at_most() -> None:
     steps = (moved.view(np.int32).astype(int) - weights["w"].view(np.int32)) * np.sign(weights["w"])
     assert sorted(np.unique(steps)) == [-1, 0, 1]
     assert not np.array_equal(moved, ladder.moved_by_a_rounding(weights, seed=2)["w"])
+
+
+def test_a_module_that_inherits_its_call_is_recorded() -> None:
+    class MyLinear(nnx.Linear):
+        pass
+
+    class Inheriting(Port):
+        def __init__(self, rngs: nnx.Rngs, dtype: Any):
+            self.first = MyLinear(5, 7, rngs=rngs, param_dtype=dtype)
+            self.second = nnx.Linear(7, 7, rngs=rngs, param_dtype=dtype)
+
+    before = nnx.Linear.__call__
+    assert ladder.check(make_pair(Inheriting)).passed
+    assert nnx.Linear.__call__ is before
+    assert "__call__" not in MyLinear.__dict__
+
+
+def test_scaled_logits_are_located_in_the_model_itself() -> None:
+    class Scaled(Port):
+        def __call__(self, x: jax.Array) -> dict[str, jax.Array]:
+            return {"out": super().__call__(x)["out"] * 1.001}
+
+    outcome = ladder.check(make_pair(Scaled))
+    assert not outcome.passed
+    assert outcome.first_difference is not None
+    assert outcome.first_difference.module == MODEL
+    assert "every module is equal, the logits not" in outcome.first_difference.explanation
+
+
+def test_a_fault_of_the_backward_pass_alone_is_located() -> None:
+    class Stopped(Port):
+        activation = staticmethod(lambda x: jnp.tanh(x) + 0.5 * (x - jax.lax.stop_gradient(x)))
+
+    outcome = ladder.check(make_pair(Stopped))
+    assert not outcome.passed
+    assert outcome.first_difference is not None
+    assert outcome.first_difference.module in ("second.kernel", "second.bias")
+    assert "outputs are equal" in outcome.first_difference.explanation
+
+
+def test_an_error_of_three_times_the_references_is_not_excused() -> None:
+    """Well above the floor, on a tensor that every further run would have to make three times worse."""
+    ours, theirs = {"x": 6e-6, "y": 1e-7}, {"x": 2e-6, "y": 1e-7}
+    judged = list(forward.against_float64(ours, theirs))
+    assert [c.passed for c in judged] == [False, True, False]
+    further = [{"x": 2.2e-6, "y": 5e-6}, {"x": 2.9e-6, "y": 5e-6}]
+    again = list(forward.judged_again(judged, further))
+    assert [c.passed for c in again] == [False, True, False]
+    assert again[1].bound == judged[1].bound, "what passed keeps its bound"
+    excused = list(forward.judged_again(judged, [*further, {"x": 3.1e-6, "y": 0.0}]))
+    assert [c.passed for c in excused] == [True, True, False], "the pooled error is not judged again"
 
 
 def test_nan_fails() -> None:

@@ -133,3 +133,11 @@ def test_configs_are_frozen_and_keyword_only():
         config().epochs = 3
     with pytest.raises(TypeError):
         BatchConfig(5)
+
+
+@pytest.mark.parametrize("name", ["pad_id", "bos_id", "eos_id"])
+def test_special_ids_are_the_tokenizers(tmp_path, name):
+    """Batches hold the tokenizer's; a loss or mask by other ids would count padding."""
+    model = TransformerConfig.tiny(**{name: 7})
+    with pytest.raises(ValueError, match=rf"model\.{name}: expected \d, the tokenizer's, got 7"):
+        TrainConfig(run_dir=tmp_path, model=model)

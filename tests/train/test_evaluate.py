@@ -40,7 +40,9 @@ def test_every_held_out_token_counts_once_too_long_ones_too(setting):
         seen.extend(tuple(row[keep].tolist()) for row, keep in zip(np.asarray(arrays.tgt_out), real, strict=True))
         return LossSums(jnp.float32(0), jnp.float32(2 * real.sum()), jnp.int32(real.sum()))
 
-    loss = held_out_loss(count, {}, evaluation_batches(held_out, buckets), target=corpus.validation.target)
+    loss = held_out_loss(
+        count, {}, evaluation_batches(held_out, buckets), target=corpus.validation.target, vocab_size=1000
+    )
     tokens = sum(map(len, held_out.tgt))
     assert sorted(row for row in seen if row) == sorted(map(tuple, held_out.tgt))
     characters = sum(map(len, corpus.validation.target))
@@ -55,7 +57,9 @@ def test_loss_equals_sentence_by_sentence(setting):
     plan = evaluation_batches(
         held_out, plan_buckets(held_out, config=BatchConfig(max_tokens=60, num_buckets=2, max_len=60))
     )
-    loss = held_out_loss(compile_evaluation_step(config.model), params, plan, target=corpus.validation.target)
+    loss = held_out_loss(
+        compile_evaluation_step(config.model), params, plan, target=corpus.validation.target, vocab_size=1000
+    )
     run = jax.jit(lambda p, s, t: jax.nn.log_softmax(with_parameters(abstract_model(config.model), p)(s, t)))
     total = 0.0
     for source, target in zip(held_out.src, held_out.tgt, strict=True):

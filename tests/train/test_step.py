@@ -13,6 +13,9 @@ from train.state import initial_state
 from train.step import Arrays, make_loss
 from transformer_config import TransformerConfig
 
+VOCAB = 14
+"""The copy task's."""
+
 
 def config(tmp_path, *, dropout=0.0, **fields) -> TrainConfig:
     layers = {"num_encoder_layers": 1, "num_decoder_layers": 1}
@@ -41,7 +44,7 @@ def test_a_step_changes_every_parameter_and_says_what_it_did(tmp_path):
     run = config(tmp_path, dropout=0.1)
     state = to_host(initial_state(run, jax.random.key(0)))
     step = compile_train_step(run)
-    after, metrics = step(jax.device_put(state), to_device(batch()), jax.random.key(1))
+    after, metrics = step(jax.device_put(state), to_device(batch(), vocab_size=VOCAB), jax.random.key(1))
     assert digest(after.params) != digest(state.params)
     for name, value in state.params.items():
         if name.endswith("k_proj.bias"):
@@ -61,15 +64,15 @@ def test_loss_falls_on_a_copy_task_and_compiles_once(tmp_path):
         compile_train_step(run),
         compile_evaluation_step(run.model),
     )
-    before = evaluate(state.params, to_device(batch(99)))
+    before = evaluate(state.params, to_device(batch(99), vocab_size=VOCAB))
     for i in range(60):
-        state, metrics = step(state, to_device(batch(i % 20)), jax.random.key(1))
-    after = evaluate(state.params, to_device(batch(99)))
+        state, metrics = step(state, to_device(batch(i % 20), vocab_size=VOCAB), jax.random.key(1))
+    after = evaluate(state.params, to_device(batch(99), vocab_size=VOCAB))
     assert int(metrics.step) == 60
     assert float(after.nll) < 0.6 * float(before.nll)
     assert int(after.num_tokens) == batch(99).num_tokens
     assert (step.compilations, evaluate.compilations) == (1, 1)  # T6
-    evaluate(state.params, to_device(batch(rows=3)))
+    evaluate(state.params, to_device(batch(rows=3), vocab_size=VOCAB))
     assert evaluate.compilations == 2
 
 
@@ -81,7 +84,7 @@ def test_seeds(tmp_path):
 
     def one(init, dropout, number=0):
         state = jax.device_put(states[init]._replace(step=np.asarray(number, np.int32)))
-        return float(step(state, to_device(batch()), jax.random.key(dropout))[1].loss)
+        return float(step(state, to_device(batch(), vocab_size=VOCAB), jax.random.key(dropout))[1].loss)
 
     losses = [one(0, 0), one(1, 0), one(0, 1), one(0, 0, 1)]
     assert one(0, 0) == losses[0]
@@ -104,8 +107,13 @@ def test_gradients_do_not_depend_on_padding(tmp_path):
         return jax.grad(mean)(params)
 
     plain = batch()
-    wider = Arrays(*(jnp.pad(x, ((0, 3), (0, extra))) for x, extra in zip(to_device(plain), (5, 2, 2), strict=True)))
-    first, second = gradients(params, to_device(plain)), gradients(params, wider)
+    wider = Arrays(
+        *(
+            jnp.pad(x, ((0, 3), (0, extra)))
+            for x, extra in zip(to_device(plain, vocab_size=VOCAB), (5, 2, 2), strict=True)
+        )
+    )
+    first, second = gradients(params, to_device(plain, vocab_size=VOCAB)), gradients(params, wider)
     assert max(float(jnp.abs(value).max()) for value in first.values()) > 0.01
     for name, value in first.items():
         np.testing.assert_allclose(second[name], value, rtol=0, atol=1e-14, err_msg=name)
@@ -122,7 +130,7 @@ def test_a_batch_of_nothing_is_finite(tmp_path):
 def test_evaluation_is_without_smoothing_and_dropout(tmp_path):
     run = config(tmp_path, dropout=0.5)
     params = initial_state(run, jax.random.key(0)).params
-    arrays = to_device(batch())
+    arrays = to_device(batch(), vocab_size=VOCAB)
     sums = compile_evaluation_step(run.model)(params, arrays)
     assert float(sums.loss) == float(sums.nll)
     from flax_transformer.parameters import abstract_model, with_parameters
@@ -130,3 +138,9 @@ def test_evaluation_is_without_smoothing_and_dropout(tmp_path):
     logits = jax.jit(lambda p: with_parameters(abstract_model(run.model), p)(arrays.src, arrays.tgt_in))(params)
     by_hand = label_smoothed_cross_entropy(logits, arrays.tgt_out, smoothing=0.0, pad_id=0)
     np.testing.assert_allclose(sums.nll, by_hand.nll, rtol=1e-6)
+
+
+def test_ids_outside_the_vocabulary_are_refused_on_the_host():
+    """A compiled gather would clamp them."""
+    with pytest.raises(ValueError, match=r"src: expected ids in \[0, 8\), got 13"):
+        to_device(batch(), vocab_size=8)
