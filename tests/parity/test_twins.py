@@ -58,6 +58,7 @@ def test_variant(name: str) -> None:
     failures = [(rung.name, rung.precision, rung.failures[:3]) for rung in outcome.rungs if not rung.passed]
     assert outcome.passed, failures
     assert outcome.first_difference is None
+    assert outcome.redrawn == (), "twice the reference's float32 error, without a second look"
     assert outcome.gradients_identical.share > 0.999
     # One zero gradient for each key projection's bias, and none besides: each is counted, none swallowed.
     attentions = config.num_encoder_layers + 2 * config.num_decoder_layers
