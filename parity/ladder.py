@@ -18,7 +18,15 @@ from parity.compare import (
 from parity.locate import Location, locate, locate_float32, locate_gradient
 from parity.pair import Inputs, Pair, Precision
 from parity.rungs import Rung, forward, gradients, weights
-from parity.tolerances import FLOAT32_DRAWS, UNITS_AFTER_ROUNDING, allowed_unequal
+from parity.tolerances import FLOAT32_DRAWS, FLOAT32_RATIO, UNITS_AFTER_ROUNDING, allowed_unequal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distance:
+    """Root mean square, over tensors, of the relative errors of both float32 runs against the float64 answer."""
+
+    port: float
+    reference: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +38,8 @@ class Report:
     logits_identical: Identical
     gradients_identical: Identical
     """Over the gradients that are not zero in exact arithmetic."""
+    float32: Mapping[str, Distance]
+    """By what was compared; of several batches, the one in which the port is furthest."""
     zero_gradients: tuple[str, ...]
     """Parameters whose gradient is zero in exact arithmetic, judged apart."""
     redrawn: tuple[str, ...]
@@ -63,6 +73,7 @@ def check(pair: Pair) -> Report:
         rungs=climb.rungs(),
         logits_identical=climb.logits_identical,
         gradients_identical=climb.gradients_identical,
+        float32=climb.float32,
         zero_gradients=tuple(sorted(climb.zero)),
         redrawn=tuple(sorted(climb.redrawn)),
         first_difference=climb.first_difference,
@@ -84,6 +95,7 @@ class _Climb:
         self.comparisons: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
         self.logits_identical = NOTHING_COMPARED
         self.gradients_identical = NOTHING_COMPARED
+        self.float32: dict[str, Distance] = {}
         self.zero: set[str] = set()
         self.redrawn: set[str] = set()
         self.first_difference: Location | None = None
@@ -143,8 +155,11 @@ class _Climb:
             if not failed:
                 judged = again
                 self.redrawn |= {c.tensor for c in first}
-        self.record("outputs, logits and loss", "float32", judged[0], label)
-        self.record("gradients", "float32", judged[1], label)
+        for rung, comparisons in zip(("outputs, logits and loss", "gradients"), judged, strict=True):
+            self.record(rung, "float32", comparisons, label)
+            pooled = comparisons[-1]
+            distance = Distance(port=pooled.error, reference=pooled.bound / FLOAT32_RATIO)
+            self.float32[rung] = max(self.float32.get(rung, distance), distance, key=lambda d: d.port)
         noise = gradients.zeros(port.gradients, summed, zero=zero, dtype=np.float32)
         self.record("zero gradients", "float32", noise, label)
         if self.first_difference is None:

@@ -41,6 +41,11 @@ def show(report: Report, *, console: Console) -> None:
     console.print(table)
     console.print(_identical_line("Logits", report.logits_identical))
     console.print(_identical_line("Gradients", report.gradients_identical))
+    for name, distance in report.float32.items():
+        console.print(
+            f"Float32 {name}: the port is {distance.port:.1e} from the float64 answer, the reference "
+            f"{distance.reference:.1e} (root mean square over tensors)."
+        )
     if report.zero_gradients:
         console.print(
             f"{len(report.zero_gradients)} gradients are zero in exact arithmetic and were judged apart, by the scale "
@@ -81,6 +86,10 @@ def to_json(report: Report) -> dict[str, Any]:
         ],
         "logits_identical": _identical(report.logits_identical),
         "gradients_identical": _identical(report.gradients_identical),
+        "float32_distance_from_float64": {
+            name: {"port": _number(distance.port), "reference": _number(distance.reference)}
+            for name, distance in report.float32.items()
+        },
         "zero_gradients": list(report.zero_gradients),
         "redrawn": list(report.redrawn),
         "first_difference": None if first is None else _location(first),

@@ -271,6 +271,9 @@ def test_report_as_json_and_as_a_table(equal: ladder.Report, tmp_path: Path) -> 
     assert values["logits_identical"]["share"] == 1.0
     assert values["logits_identical"]["count"] == 21
     assert "max_units_in_the_last_place" in values["gradients_identical"]
+    for distance in values["float32_distance_from_float64"].values():
+        assert 0.0 < distance["port"] < 1e-6
+        assert 0.0 < distance["reference"] < 1e-6
     assert {"versions", "platform", "jax_matmul_precision"} <= values["environment"].keys()
     out = StringIO()
     report.show(equal, console=Console(file=out, width=100))
