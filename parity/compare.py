@@ -12,6 +12,10 @@ class Comparison:
     tensor: str
     error: float
     bound: float
+    reference: float | None = None
+    """The reference's own error, where the bound is a multiple of it."""
+    detail: str = ""
+    """What was expected and what was found, where a number does not say it."""
 
     @property
     def passed(self) -> bool:
@@ -32,6 +36,10 @@ class Identical:
     def share(self) -> float:
         """Of the equal ones, 0 to 1."""
         return 1.0 - self.unequal / self.count if self.count else 0.0
+
+    def __str__(self) -> str:
+        line = f"{self.count - self.unequal:,} of {self.count:,} identical"
+        return line + (f", the others at most {self.max_units:,} units apart" if self.unequal else "")
 
     def __add__(self, other: "Identical") -> "Identical":
         return Identical(

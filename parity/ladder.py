@@ -1,32 +1,61 @@
-"""Climbs the rungs for a Pair, and says where the two first differ."""
+"""Climbs the rungs for a Pair, and says where the two first differ, and what the difference is."""
 
 import dataclasses
-import math
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
 
-import numpy as np
-
-from parity.capture import PortRunner, Trace, parameter_specs, run_reference
-from parity.compare import (
-    NOTHING_COMPARED,
-    Comparison,
-    Identical,
-    identical_after_rounding,
+from parity.compare import Identical
+from parity.locate import Location, locate
+from parity.pair import KnownDifference, Pair
+from parity.rungs import (
+    NotComparedError,
+    Outcome,
+    Rung,
+    adversarial,
+    buffers,
+    clipping,
+    decoding,
+    dropout,
+    forward,
+    gradients,
+    half_width,
+    initialisation,
+    inventory,
+    loss,
+    modes,
+    optimizer,
+    preflight,
+    schedule,
+    trajectory,
+    weights,
 )
-from parity.locate import Location, locate, locate_float32, locate_gradient
-from parity.pair import Inputs, Pair, Precision
-from parity.rungs import Rung, forward, gradients, weights
-from parity.tolerances import FLOAT32_DRAWS, FLOAT32_RATIO, UNITS_AFTER_ROUNDING, allowed_unequal
+from parity.runs import Runs
+from parity.weights.mapping import MappingError
 
+RUNGS: tuple[tuple[str, ModuleType, str], ...] = (
+    ("preflight", preflight, "environment, precision in force, repeatability"),
+    ("inventory", inventory, "parameters, what is trained, hyper-parameters"),
+    ("buffers", buffers, "buffers and position tables"),
+    ("weights", weights, "weights there and back"),
+    ("initialisation", initialisation, "initial distributions"),
+    ("forward", forward, "every module's output"),
+    ("adversarial", adversarial, "masks and hard inputs"),
+    ("loss", loss, "loss"),
+    ("gradients", gradients, "every parameter's gradient"),
+    ("dropout", dropout, "dropout and training mode"),
+    ("clipping", clipping, "gradient clipping"),
+    ("optimizer", optimizer, "optimizer moments and updates"),
+    ("schedule", schedule, "learning-rate table"),
+    ("trajectory", trajectory, "training steps"),
+    ("decoding", decoding, "decoding"),
+    ("modes", modes, "eager, jit, several devices, untapped"),
+    ("half_width", half_width, "bfloat16"),
+)
+"""In the order in which they are climbed: a later one means little where an earlier one is broken."""
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Distance:
-    """Root mean square, over tensors, of the relative errors of both float32 runs against the float64 answer."""
-
-    port: float
-    reference: float
+NAMES = tuple(name for name, _, _ in RUNGS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,202 +64,100 @@ class Report:
 
     name: str
     rungs: tuple[Rung, ...]
-    logits_identical: Identical
+    """All of them, in order; those that were not reached or had nothing to compare say so."""
+    first_difference: Location | None
+    diagnosis: Any
+    """What the difference is, where a suspect explains it."""
+    known: tuple[KnownDifference, ...]
+    results_identical: Identical
     gradients_identical: Identical
     """Over the gradients that are not zero in exact arithmetic."""
-    float32: Mapping[str, Distance]
-    """By what was compared; of several batches, the one in which the port is furthest."""
     zero_gradients: tuple[str, ...]
     """Parameters whose gradient is zero in exact arithmetic, judged apart."""
     redrawn: tuple[str, ...]
     """Tensors whose float32 error was beyond twice the reference's, and was judged by further runs of the reference."""
-    first_difference: Location | None
     num_parameters: int
     seconds: float
 
+    def rung(self, name: str) -> Rung:
+        """By its short name. Raises KeyError."""
+        return {rung.name: rung for rung in self.rungs}[name]
+
+    @property
+    def failed(self) -> tuple[Rung, ...]:
+        """Rungs that were compared and differ."""
+        return tuple(rung for rung in self.rungs if rung.status == "failed")
+
+    @property
+    def skipped(self) -> tuple[Rung, ...]:
+        """Rungs with nothing to compare: the pair does not bring it."""
+        return tuple(rung for rung in self.rungs if rung.status == "skipped")
+
     @property
     def passed(self) -> bool:
-        """Every rung."""
-        return bool(self.rungs) and all(rung.passed for rung in self.rungs)
+        """No rung failed, and weights and outputs were compared: without them the rest would prove nothing."""
+        return not self.failed and self.rung("weights").passed and self.rung("forward").passed
 
 
-ANY_PRECISION: tuple[Precision, ...] = ("float64", "float32")
+def check(
+    pair: Pair,
+    *,
+    keep_going: bool = False,
+    rungs: Sequence[str] = NAMES,
+    seed: int = 0,
+    golden: Any = None,
+    progress: Callable[[str], None] = lambda title: None,
+) -> Report:
+    """Climbs the ladder, and stops at the first broken rung, or goes on with `keep_going`.
 
-
-def check(pair: Pair) -> Report:
-    """Compares reference and port: weights, then float64 against float64, then float32 by the float64 answer.
-
-    Raises MappingError if the weights cannot be mapped, which names the keys.
+    `rungs` leaves some out: they are reported as not compared. `golden` stands for the reference's side. `progress` is
+    told the title of each rung. Raises ValueError for an unknown rung, and whatever a model raises.
     """
+    unknown = sorted(set(rungs) - set(NAMES))
+    if unknown:
+        raise ValueError(f"expected rungs among {', '.join(NAMES)}, got {', '.join(unknown)}")
     started = time.perf_counter()
-    port_weights = pair.mapping.apply(pair.weights, expected=parameter_specs(pair.build_port("float32")))
-    climb = _Climb(pair, port_weights)
-    climb.record("weights there and back", "bits", weights.there_and_back(pair.weights, port_weights, pair.mapping))
-    for number, inputs in enumerate(pair.batches, start=1):
-        climb.batch(inputs, label=f" (batch {number})" if len(pair.batches) > 1 else "")
+    runs = Runs(pair, seed=seed, golden=golden)
+    climbed: list[Rung] = []
+    for number, (name, module, title) in enumerate(RUNGS, start=1):
+        rung = Rung(number=number, name=name, title=title, outcome=Outcome(sections=()))
+        broken = any(r.status == "failed" for r in climbed)
+        if name not in rungs:
+            rung = dataclasses.replace(rung, skipped="left out on request")
+        elif broken and not keep_going:
+            rung = dataclasses.replace(rung, reached=False)
+        else:
+            progress(title)
+            rung = _climb(rung, module, runs)
+        climbed.append(rung)
+    first, diagnosis = locate(runs, next((r for r in climbed if r.status == "failed"), None))
     return Report(
         name=pair.name,
-        rungs=climb.rungs(),
-        logits_identical=climb.logits_identical,
-        gradients_identical=climb.gradients_identical,
-        float32=climb.float32,
-        zero_gradients=tuple(sorted(climb.zero)),
-        redrawn=tuple(sorted(climb.redrawn)),
-        first_difference=climb.first_difference,
-        num_parameters=sum(array.size for array in port_weights.values()),
+        rungs=tuple(climbed),
+        first_difference=first,
+        diagnosis=diagnosis,
+        known=tuple(dict.fromkeys(k for rung in climbed for k in rung.outcome.known)),
+        results_identical=runs.results_identical,
+        gradients_identical=runs.gradients_identical,
+        zero_gradients=tuple(sorted(runs.zero_names())),
+        redrawn=tuple(sorted(runs.redrawn)),
+        num_parameters=_num_parameters(runs),
         seconds=time.perf_counter() - started,
     )
 
 
-class _Climb:
-    """Comparisons as they come in, by rung."""
-
-    def __init__(self, pair: Pair, port_weights: Mapping[str, np.ndarray]):
-        self.pair = pair
-        self.port_weights = port_weights
-        self.references = {precision: pair.build_reference(precision) for precision in ANY_PRECISION}
-        self.ports = {
-            precision: PortRunner(pair.build_port, pair.run_port, precision=precision) for precision in ANY_PRECISION
-        }
-        self.comparisons: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
-        self.logits_identical = NOTHING_COMPARED
-        self.gradients_identical = NOTHING_COMPARED
-        self.float32: dict[str, Distance] = {}
-        self.zero: set[str] = set()
-        self.redrawn: set[str] = set()
-        self.first_difference: Location | None = None
-
-    def record(self, rung: str, precision: str, comparisons: Iterable[Comparison], label: str = "") -> None:
-        for comparison in comparisons:
-            self.comparisons[rung, precision].append(dataclasses.replace(comparison, tensor=comparison.tensor + label))
-
-    def batch(self, inputs: Inputs, *, label: str) -> None:
-        mapping = self.pair.mapping
-        reference = self._reference("float64", inputs)
-        port = self.ports["float64"](self.port_weights, inputs)
-        answer = gradients.in_port_layout(reference, mapping)
-        summed = gradients.summed_in_port_layout(reference, mapping)
-        zero = gradients.zero_gradients(answer, summed)
-        self.zero |= zero
-        self.record("module outputs", "float64", forward.outputs(port, reference), label)
-        self.record("logits and loss", "float64", forward.results(port, reference), label)
-        float64 = list(gradients.float64_gradients(port.gradients, answer, zero=zero))
-        self.record("gradients", "float64", float64, label)
-        noise = gradients.zeros(port.gradients, summed, zero=zero, dtype=np.float64)
-        self.record("zero gradients", "float64", noise, label)
-        self.logits_identical += identical_after_rounding(port.logits, reference.logits)
-        for name in answer.keys() - zero:
-            self.gradients_identical += identical_after_rounding(port.gradients[name], answer[name])
-        if self.first_difference is None:
-            self.first_difference = locate(port, reference) or locate_gradient(float64, reference)
-        del port
-        if self._failed("float64"):
-            # Whoever computes something else has no float32 error to speak of. What was not compared is not passed.
-            self.comparisons["outputs, logits and loss", "float32"].clear()
-            self.comparisons["gradients", "float32"].clear()
-            return
-        self._float32(inputs, reference, answer, summed, zero, label)
-
-    def _float32(
-        self,
-        inputs: Inputs,
-        exact: Trace,
-        answer: Mapping[str, np.ndarray],
-        summed: Mapping[str, np.ndarray],
-        zero: frozenset[str],
-        label: str,
-    ) -> None:
-        port = self.ports["float32"](self.port_weights, inputs)
-        ours = self._errors(port, exact, port.gradients, answer, zero)
-        theirs = self._reference_errors(inputs, self.pair.weights, zero, exact=(exact, answer))
-        judged = [list(forward.against_float64(*sides)) for sides in zip(ours, theirs, strict=True)]
-        first = failed = [c for comparisons in judged for c in comparisons if not c.passed]
-        further: list[tuple[dict[str, float], dict[str, float]]] = []
-        while failed and len(further) < FLOAT32_DRAWS and all(math.isfinite(c.error) for c in failed):
-            moved = moved_by_a_rounding(self.pair.weights, seed=len(further))
-            further.append(self._reference_errors(inputs, moved, zero))
-            runs = zip(*further, strict=True)
-            again = [list(forward.judged_again(*sides)) for sides in zip(judged, runs, strict=True)]
-            failed = [c for comparisons in again for c in comparisons if not c.passed]
-            if not failed:
-                judged = again
-                self.redrawn |= {c.tensor for c in first}
-        for rung, comparisons in zip(("outputs, logits and loss", "gradients"), judged, strict=True):
-            self.record(rung, "float32", comparisons, label)
-            pooled = comparisons[-1]
-            distance = Distance(port=pooled.error, reference=pooled.bound / FLOAT32_RATIO)
-            self.float32[rung] = max(self.float32.get(rung, distance), distance, key=lambda d: d.port)
-        noise = gradients.zeros(port.gradients, summed, zero=zero, dtype=np.float32)
-        self.record("zero gradients", "float32", noise, label)
-        if self.first_difference is None:
-            self.first_difference = locate_float32(judged[0], judged[1], exact)
-
-    def _reference_errors(
-        self,
-        inputs: Inputs,
-        weights: Mapping[str, np.ndarray],
-        zero: frozenset[str],
-        *,
-        exact: tuple[Trace, Mapping[str, np.ndarray]] | None = None,
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """How far the reference's float32 run is from its float64 run, with the same weights."""
-        if exact is None:
-            trace = self._reference("float64", inputs, weights=weights)
-            exact = trace, gradients.in_port_layout(trace, self.pair.mapping)
-        run = self._reference("float32", inputs, weights=weights)
-        return self._errors(run, exact[0], gradients.in_port_layout(run, self.pair.mapping), exact[1], zero)
-
-    @staticmethod
-    def _errors(
-        run: Trace,
-        exact: Trace,
-        run_gradients: Mapping[str, np.ndarray],
-        exact_gradients: Mapping[str, np.ndarray],
-        zero: frozenset[str],
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        outputs = forward.errors(run.everything, exact.everything)
-        return outputs, forward.errors(run_gradients, gradients.without(exact_gradients, zero))
-
-    def _failed(self, precision: Precision) -> bool:
-        return any(
-            not comparison.passed
-            for (_, judged), comparisons in self.comparisons.items()
-            if judged == precision
-            for comparison in comparisons
-        )
-
-    def _reference(
-        self, precision: Precision, inputs: Inputs, *, weights: Mapping[str, np.ndarray] | None = None
-    ) -> Trace:
-        weights = self.pair.weights if weights is None else weights
-        module = self.references[precision]
-        return run_reference(module, self.pair.run_reference, inputs, weights=weights, precision=precision)
-
-    def rungs(self) -> tuple[Rung, ...]:
-        judged = []
-        for (name, precision), comparisons in self.comparisons.items():
-            judged.append(Rung.of(name, precision, comparisons))
-            if (name, precision) == ("logits and loss", "float64"):
-                judged.append(self._rounded_logits())
-        return tuple(judged)
-
-    def _rounded_logits(self) -> Rung:
-        identical = self.logits_identical
-        unequal = Comparison(
-            tensor="logits: how many differ", error=identical.unequal, bound=allowed_unequal(identical.count)
-        )
-        units = Comparison(tensor="logits: units apart", error=identical.max_units, bound=UNITS_AFTER_ROUNDING)
-        return Rung.of("logits after rounding to float32", "rounded", [unequal, units])
+def _climb(rung: Rung, module: ModuleType, runs: Runs) -> Rung:
+    started = time.perf_counter()
+    try:
+        rung = dataclasses.replace(rung, outcome=module.climb(runs))
+    except (NotComparedError, MappingError) as reason:
+        # A mapping that does not fit has failed the inventory; what needs the weights cannot be compared.
+        rung = dataclasses.replace(rung, skipped=str(reason))
+    return dataclasses.replace(rung, seconds=time.perf_counter() - started)
 
 
-def moved_by_a_rounding(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, np.ndarray]:
-    """Each float32 weight moved to one of its neighbours, or not at all."""
-    rng = np.random.default_rng(seed)
-    directions = (np.float32(-np.inf), np.float32(np.inf))
-    moved = {}
-    for name, weight in weights.items():
-        which = rng.integers(0, 3, weight.shape)
-        moved[name] = np.where(
-            which == 2, weight, np.where(which == 1, *(np.nextafter(weight, limit) for limit in directions))
-        )
-    return moved
+def _num_parameters(runs: Runs) -> int:
+    try:
+        return sum(array.size for name, array in runs.weights.items() if name in runs.reference_runner.trained())
+    except NotComparedError:
+        return 0

@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 FLOAT64_RELATIVE = 1e-12
 """Norm-wise relative error between the two float64 runs. Equal mathematics differ by the order of sums: 1e-15 to 1e-14
 a layer; a real porting bug, even a norm's eps of 1e-6 for 1e-5, is at least 1e-8. Between lies a wide gap."""
@@ -32,6 +34,25 @@ At least one is allowed, whatever the number of logits."""
 
 UNITS_AFTER_ROUNDING = 1
 """Largest distance, in float32 units in the last place, of logits that do round differently."""
+
+GRADIENTS_UNEQUAL_AFTER_ROUNDING = 1e-3
+"""Share of float64 gradient entries that may round to different float32 values: an entry is a sum with cancellation,
+its relative error as many times larger than a logit's, and with it the share near a tie."""
+
+FLOAT64_RULE = f"relative error of two float64 programs: at most {FLOAT64_RELATIVE:.0e}"
+FLOAT32_RULE = (
+    f"the port's distance from the float64 answer: at most {FLOAT32_RATIO:g} times the reference's, "
+    f"or {FLOAT32_FLOOR:.1e} of the tensor's norm"
+)
+ROUNDING_RULE = "float64 values rounded to float32: all but those near a tie are the same bits"
+ZERO_RULE = f"noise of at most {ZERO_GRADIENT_UNITS:g} roundings of the absolute values that were summed"
+BITS_RULE = "the same bits"
+EXACT_RULE = "the same"
+
+
+def zero_noise(summed: float, dtype: type) -> float:
+    """The norm up to which a gradient is rounding noise, given the norm of the absolute values that were summed."""
+    return ZERO_GRADIENT_UNITS * float(np.finfo(dtype).eps) * summed
 
 
 def allowed_unequal(count: int) -> int:

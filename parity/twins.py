@@ -12,7 +12,7 @@ import torch
 
 import torch_reference
 from flax_transformer.parameters import abstract_model
-from parity.pair import Inputs, Pair, Precision
+from parity.pair import Inputs, Pair, Precision, Side
 from parity.weights.twins import twin_mapping
 from torch_reference.training import label_smoothed_cross_entropy as torch_loss
 from train.batching import encode_text, evaluation_batches, plan_buckets
@@ -37,29 +37,34 @@ def twin_pair(
         raise ValueError("expected attention='plain' or 'blockwise' for a parity check, got 'library'")
 
     def in_precision(precision: Precision) -> TransformerConfig:
-        return config.replace(dtype=precision, param_dtype=precision)
+        # In bfloat16 the model computes, its parameters stay float32.
+        param_dtype = "float64" if precision == "float64" else "float32"
+        return config.replace(dtype=precision, param_dtype=param_dtype)
 
-    def run_reference(module: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
-        logits = module(inputs["src"], inputs["tgt_in"])
+    def call(module: Any, inputs: Mapping[str, Any]) -> Any:
+        return module(inputs["src"], inputs["tgt_in"])
+
+    def reference_loss(logits: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
         sums = torch_loss(logits, inputs["tgt_out"], smoothing=LABEL_SMOOTHING, pad_id=config.pad_id)
-        return logits, sums.loss / sums.num_tokens
+        return sums.loss, sums.num_tokens
 
-    def run_port(module: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
-        logits = module(inputs["src"], inputs["tgt_in"])
+    def port_loss(logits: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
         sums = jax_loss(logits, inputs["tgt_out"], smoothing=LABEL_SMOOTHING, pad_id=config.pad_id)
-        return logits, sums.loss / sums.num_tokens
+        return sums.loss, sums.num_tokens
 
     return Pair(
         name=name,
-        build_reference=lambda precision: torch_reference.Transformer(
-            in_precision(precision), generator=torch.Generator().manual_seed(0)
+        reference=Side(
+            build=lambda precision: torch_reference.Transformer(
+                in_precision(precision), generator=torch.Generator().manual_seed(0)
+            ),
+            call=call,
+            loss=reference_loss,
         ),
-        build_port=lambda precision: abstract_model(in_precision(precision)),
+        port=Side(build=lambda precision: abstract_model(in_precision(precision)), call=call, loss=port_loss),
         weights=weights,
         mapping=twin_mapping(tied=config.tie_embeddings == "all"),
-        run_reference=run_reference,
-        run_port=run_port,
-        batches=batches,
+        inputs=batches,
     )
 
 

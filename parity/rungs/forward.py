@@ -1,68 +1,108 @@
-"""Every named module output, the logits and the loss."""
+"""Rung 6: what every module returns, and what the model returns."""
 
-import dataclasses
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from parity.capture import Trace
-from parity.compare import Comparison, relative_error
-from parity.tolerances import FLOAT32_FLOOR, FLOAT32_RATIO, FLOAT64_RELATIVE
+from parity.compare import NOTHING_COMPARED, Comparison, identical_after_rounding, relative_error
+from parity.rungs import Outcome, Section, float32, section
+from parity.runs import Runs
+from parity.tolerances import (
+    FLOAT64_RELATIVE,
+    FLOAT64_RULE,
+    ROUNDING_RULE,
+    UNITS_AFTER_ROUNDING,
+    allowed_unequal,
+)
 
-POOLED = "all of them, pooled"
+
+def climb(runs: Runs) -> Outcome:
+    """Float64 first. Who computes something else has no float32 error to speak of: then float32 is not compared."""
+    exact = [*_float64(runs)]
+    sections = [section("modules and results", "float64", FLOAT64_RULE, exact), _rounded(runs)]
+    notes = []
+    for number in range(len(runs.batches)):
+        ends = runs.float64_ends(number)
+        if ends is not None:
+            notes.append(f"float64 ends at {ends}: from there on the float32 rule judges")
+        notes += [f"not captured: {name} ({why})" for name, why in runs.port(
+            "float64", number).not_captured.items()]
+    if all(comparison.passed for comparison in exact):
+        sections += _float32(runs)
+    if runs.uncompared:
+        notes.append(f"modules of one side only, not compared: {', '.join(sorted(runs.uncompared))}")
+    return Outcome(sections=tuple(sections), notes=tuple(dict.fromkeys(notes)))
 
 
-def outputs(port: Trace, reference: Trace) -> Iterator[Comparison]:
-    """Float64 outputs of every module call. A call that only one side made is infinitely far from the other."""
-    yield from compare_all(port.outputs, reference.outputs, bound=FLOAT64_RELATIVE)
+def _float64(runs: Runs) -> Iterator[Comparison]:
+    for number in range(len(runs.batches)):
+        reference, port = runs.reference("float64", number), runs.port("float64", number)
+        names = runs.comparable(reference, port)
+        bounds = runs.float64_bounds(number)
+        expected = {name: array for name, array in reference.outputs.items() if name in names} | reference.results
+        got = {name: array for name, array in port.outputs.items() if name in names} | port.results
+        yield from labelled(compare_all(got, expected, bounds=bounds), runs, number)
 
 
-def results(port: Trace, reference: Trace) -> Iterator[Comparison]:
-    """Float64 logits and loss."""
-    yield from compare_all(
-        {"logits": port.logits, "loss": port.loss},
-        {"logits": reference.logits, "loss": reference.loss},
-        bound=FLOAT64_RELATIVE,
+def _rounded(runs: Runs) -> Section:
+    identical = NOTHING_COMPARED
+    ends = False
+    for number in range(len(runs.batches)):
+        reference, port = runs.reference("float64", number), runs.port("float64", number)
+        ends = ends or runs.float64_ends(number) is not None
+        for name, array in reference.results.items():
+            got = port.results.get(name, np.zeros(0))
+            identical += identical_after_rounding(got, array)
+    runs.results_identical = identical
+    share, units = allowed_unequal(identical.count), UNITS_AFTER_ROUNDING
+    if ends:  # float32 values to begin with
+        share, units = identical.count, 2**31
+    return section(
+        "results rounded to float32",
+        "float64",
+        ROUNDING_RULE,
+        [
+            Comparison(tensor="how many differ", error=identical.unequal, bound=share, detail=str(identical)),
+            Comparison(tensor="units apart", error=identical.max_units, bound=units),
+        ],
     )
 
 
+def _float32(runs: Runs) -> Iterator[Section]:
+    for number in range(len(runs.batches)):
+        exact = runs.reference("float64", number)
+        names = runs.comparable(exact, runs.port("float64", number)) | exact.results.keys()
+        ours = runs.errors(runs.port("float32", number), exact)
+        theirs, _ = runs.reference_errors(number)
+        yield float32.judged(
+            "modules and results" + label(runs, number),
+            {name: error for name, error in ours.items() if name in names},
+            {name: error for name, error in theirs.items() if name in names},
+            again=lambda draw, number=number: runs.reference_errors(number, draw)[0],  # type: ignore[misc]
+            redrawn=runs.redrawn,
+        )
+
+
 def compare_all(
-    got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], *, bound: float
+    got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], *, bounds: Mapping[str, float] | None = None
 ) -> Iterator[Comparison]:
     """Each tensor by name, in the order of `expected`; one that is on one side only is infinitely far away."""
     for name in [*expected, *(name for name in got if name not in expected)]:
         both = name in got and name in expected
-        error = relative_error(got[name], expected[name]) if both else math.inf
-        yield Comparison(tensor=name, error=error, bound=bound)
+        error = relative_error(got[name], expected[name]) if both else float("inf")
+        detail = "" if both else f"only the {'port' if name in got else 'reference'} has it"
+        bound = (bounds or {}).get(name, FLOAT64_RELATIVE)
+        yield Comparison(tensor=name, error=error, bound=bound, detail=detail)
 
 
-def errors(run: Mapping[str, np.ndarray], answer: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """How far each tensor of a float32 run is from the float64 answer; infinitely, if it is missing."""
-    return {name: relative_error(run[name], exact) if name in run else math.inf for name, exact in answer.items()}
+def label(runs: Runs, number: int) -> str:
+    """Which batch, where there are several."""
+    return f" (batch {number + 1})" if len(runs.batches) > 1 else ""
 
 
-def against_float64(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Iterator[Comparison]:
-    """Float32: the port's errors, judged by the reference's. Each tensor for itself, then all of them pooled."""
-    for name, error in ours.items():
-        yield Comparison(tensor=name, error=error, bound=max(FLOAT32_RATIO * theirs[name], FLOAT32_FLOOR))
-    # Over many tensors chance evens out, so here the ratio alone decides.
-    bound = FLOAT32_RATIO * _root_mean_square(theirs)
-    yield Comparison(tensor=POOLED, error=_root_mean_square(ours), bound=bound)
+def labelled(comparisons: Iterator[Comparison], runs: Runs, number: int) -> Iterator[Comparison]:
+    """The same, with the batch behind the tensor's name."""
+    import dataclasses
 
-
-def judged_again(comparisons: Iterable[Comparison], further: Sequence[Mapping[str, float]]) -> Iterator[Comparison]:
-    """The same comparisons, where each that failed is judged by the reference's largest error over further runs.
-
-    The pooled one is not: it is large enough to be judged by one run.
-    """
     for comparison in comparisons:
-        if comparison.passed or comparison.tensor == POOLED:
-            yield comparison
-        else:
-            largest = max(run[comparison.tensor] for run in further)
-            yield dataclasses.replace(comparison, bound=max(comparison.bound, FLOAT32_RATIO * largest))
-
-
-def _root_mean_square(run: Mapping[str, float]) -> float:
-    return math.sqrt(sum(error * error for error in run.values()) / max(len(run), 1))
+        yield dataclasses.replace(comparison, tensor=comparison.tensor + label(runs, number))
