@@ -55,11 +55,17 @@ NOTHING_COMPARED = Identical(count=0, unequal=0, max_units=0)
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
     """‖got - expected‖ / ‖expected‖, Euclidean. 0 if both are equal, zeros included.
 
-    Infinite for different shapes, and where either has a value that is not finite: the harness never compares such
-    values away.
+    Infinite for different shapes, and where one has a NaN or an infinity that the other has not at that place. Those
+    that both have are left out; if nothing finite remains, that is no comparison, and infinite too.
     """
-    if got.shape != expected.shape or not np.isfinite(got).all() or not np.isfinite(expected).all():
+    if got.shape != expected.shape:
         return float("inf")
+    finite = np.isfinite(expected)
+    if not finite.all() or not np.isfinite(got).all():
+        same = np.array_equal(got[~finite], expected[~finite], equal_nan=True)
+        if not same or not np.isfinite(got[finite]).all() or not finite.any():
+            return float("inf")
+        got, expected = got[finite], expected[finite]
     difference = norm(got.astype(np.float64) - expected.astype(np.float64))
     if difference == 0.0:
         return 0.0

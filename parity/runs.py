@@ -206,7 +206,10 @@ class Runs:
 
     def summed(self, batch: int) -> dict[str, np.ndarray]:
         """For biases, the sums of absolute values behind the gradients, under the port's names."""
-        reference = self.reference("float64", batch)
+        return self.summed_in_port_layout(self.reference("float64", batch))
+
+    def summed_in_port_layout(self, reference: Trace) -> dict[str, np.ndarray]:
+        """The same for any run of the reference."""
         known: dict[str, np.ndarray] = {}
         for step in self.mapping.plan(n for n in reference.gradients if self.derived.travels(n)):
             if all(name in reference.summed for name in step.sources):
@@ -216,12 +219,7 @@ class Runs:
     def zero_gradients(self, batch: int) -> frozenset[str]:
         """The port's parameters whose float64 gradient is nothing but the rounding of what was summed."""
         if batch not in self._zero:
-            gradients = self.reference_gradients(batch)
-            self._zero[batch] = frozenset(
-                name
-                for name, scale in self.summed(batch).items()
-                if norm(scale) > 0 and norm(gradients[name]) <= zero_noise(norm(scale), np.float64)
-            )
+            self._zero[batch] = zero_among(self.reference_gradients(batch), self.summed(batch))
         return self._zero[batch]
 
     def zero_names(self) -> frozenset[str]:
@@ -260,6 +258,14 @@ class Runs:
             return bool(self.golden.brings(what))
         return self.pair.reference is not None and getattr(self.pair.reference, what) is not None
 
+    def expect_both(self, field: str, what: str) -> None:
+        """Raises NotComparedError unless both sides bring this field, saying which does not; or for a golden file."""
+        self.live_reference()
+        sides = {"reference": self.pair.reference, "port": self.pair.port}
+        lacking = [name for name, side in sides.items() if side is None or getattr(side, field) is None]
+        if lacking:
+            raise NotComparedError(f"the pair's {' and '.join(lacking)} brings no {what}")
+
     def release(self) -> None:
         """Forgets the runs: those of a large model take gigabytes."""
         self._traces.clear()
@@ -289,6 +295,15 @@ class Runs:
 
 
 GATES: tuple[Precision, Precision] = ("float64", "float32")
+
+
+def zero_among(gradients: Mapping[str, np.ndarray], summed: Mapping[str, np.ndarray]) -> frozenset[str]:
+    """Names of the float64 gradients that are nothing but the rounding of what was summed."""
+    return frozenset(
+        name
+        for name, scale in summed.items()
+        if norm(scale) > 0 and norm(gradients[name]) <= zero_noise(norm(scale), np.float64)
+    )
 
 
 def moved_by_a_rounding(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, np.ndarray]:

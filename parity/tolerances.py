@@ -39,11 +39,21 @@ GRADIENTS_UNEQUAL_AFTER_ROUNDING = 1e-3
 """Share of float64 gradient entries that may round to different float32 values: an entry is a sum with cancellation,
 its relative error as many times larger than a logit's, and with it the share near a tie."""
 
+PROBE_RELATIVE = 1e-10
+"""The same for a module that is given extreme inputs by itself. A mean of 1e4 beside a deviation of 1 costs four digits
+of any variance, and E[x²] - E[x]² eight: 1e-12 and 1e-8."""
+
+SCORES_RELATIVE = 1e-10
+"""Norm-wise relative error of the scores of decoded sequences: sums of log-probabilities over up to hundreds of steps,
+each 1e-14 to 1e-13 away."""
+
 FLOAT64_RULE = f"relative error of two float64 programs: at most {FLOAT64_RELATIVE:.0e}"
 FLOAT32_RULE = (
     f"the port's distance from the float64 answer: at most {FLOAT32_RATIO:g} times the reference's, "
     f"or {FLOAT32_FLOOR:.1e} of the tensor's norm"
 )
+PROBE_RULE = f"relative error of two float64 programs on extreme inputs: at most {PROBE_RELATIVE:.0e}"
+DECODING_RULE = f"the same ids; scores within a relative error of {SCORES_RELATIVE:.0e}"
 ROUNDING_RULE = "float64 values rounded to float32: all but those near a tie are the same bits"
 ZERO_RULE = f"noise of at most {ZERO_GRADIENT_UNITS:g} roundings of the absolute values that were summed"
 BITS_RULE = "the same bits"

@@ -1,9 +1,111 @@
-"""To be built."""
+"""Rung 7: inputs that are hard, and every leaf module probed by itself.
 
-from parity.rungs import NotComparedError, Outcome
+Hard inputs are the pair's own (rows of padding only, padding on the left, a length of 1, long sequences), or, for
+floating-point inputs, exact zeros, a large mean, a small variance. A fault that shows only there passes every check on
+well-behaved random numbers: a norm's eps, a variance as E[x²] - E[x]², a row in which every key is masked (P1, P15-P18).
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from parity import probe
+from parity.compare import Comparison, relative_error
+from parity.pair import Inputs
+from parity.rungs import NotComparedError, Outcome, Section, float32, section
+from parity.rungs.forward import compare_all
+from parity.rungs.gradients import compare_traces
 from parity.runs import Runs
+from parity.tolerances import FLOAT64_RULE, PROBE_RELATIVE, PROBE_RULE
+from parity.trace import LOSS, Trace
+
+MEAN, SMALL, LARGE = 1e4, 1e-3, 1e3
+"""A mean of 1e4 beside a deviation of 1; a variance of 1e-6, near any eps; and one of 1e6."""
 
 
 def climb(runs: Runs) -> Outcome:
-    """To be built."""
-    raise NotComparedError("to be built")
+    """Raises NotComparedError if there is neither a hard input nor a module to probe."""
+    sections = [_case(runs, name, inputs) for name, inputs in cases(runs).items()]
+    sections += _probes(runs)
+    if not sections:
+        raise NotComparedError("the pair brings no hard inputs, and no module could be probed by itself")
+    return Outcome(sections=tuple(sections))
+
+
+def cases(runs: Runs) -> dict[str, Inputs]:
+    """Hard inputs by name."""
+    if runs.pair.adversarial is not None:
+        return dict(runs.pair.adversarial(runs.seed))
+    if runs.golden is not None:
+        return {}
+    batch = runs.batches[0]
+    floating = {name for name, array in batch.items() if np.issubdtype(array.dtype, np.floating)}
+    if not floating:
+        return {}
+
+    def changed(change: float, offset: float) -> dict[str, np.ndarray]:
+        return {name: array * change + offset if name in floating else array for name, array in batch.items()}
+
+    return {
+        "exact zeros": changed(0.0, 0.0),
+        "large mean": changed(1.0, MEAN),
+        "small variance": changed(SMALL, 0.0),
+    }
+
+
+def _case(runs: Runs, name: str, inputs: Inputs) -> Section:
+    reference, port = runs.run_reference(inputs, "float64"), runs.run_port(inputs, "float64")
+    return section(name, "float64", FLOAT64_RULE, _compared(runs, reference, port))
+
+
+def _compared(runs: Runs, reference: Trace, port: Trace) -> Iterator[Comparison]:
+    names = runs.comparable(reference, port)
+    expected = {name: array for name, array in reference.outputs.items() if name in names} | reference.results
+    got = {name: array for name, array in port.outputs.items() if name in names} | port.results
+    yield from compare_all(got, expected)
+    yield from compare_all({LOSS: port.loss}, {LOSS: reference.loss})
+    yield from compare_traces(runs, reference, port)
+
+
+def _probes(runs: Runs) -> list[Section]:
+    """Leaf modules that take one floating-point array, each given the same probes on both sides."""
+    if runs.golden is not None:
+        return []
+    given = runs.reference("float64").given
+    probes = {name: probe_inputs(given[name]) for name in probe.candidates(runs)}
+    exact = probe.probe_reference(runs, probes, "float64")
+    if not exact:
+        return []
+    port = probe.probe_port(runs, exact, probes, "float64")
+    comparisons = [
+        Comparison(tensor=name, error=error, bound=PROBE_RELATIVE) for name, error in _errors(port, exact).items()
+    ]
+    sections = [section("modules by themselves", "float64", PROBE_RULE, comparisons)]
+    if sections[0].passed:
+        runs32 = (
+            probe.probe_port(runs, exact, probes, "float32"),
+            probe.probe_reference(runs, probes, "float32"),
+        )
+        sections.append(float32.judged("modules by themselves", *(_errors(run, exact) for run in runs32)))
+    return sections
+
+
+def probe_inputs(given: np.ndarray) -> dict[str, np.ndarray]:
+    """Two rows of what a module was given, centred and brought to extremes."""
+    few = given[:2]
+    spread = few - few.mean(axis=-1, keepdims=True)
+    spread = spread / max(float(spread.std()), 1e-30)
+    return {
+        "zeros": np.zeros_like(spread),
+        "mean 1e4": MEAN + spread,
+        "variance 1e-6": SMALL * spread,
+        "variance 1e6": LARGE * spread,
+    }
+
+
+def _errors(run: probe.Probes, exact: probe.Probes) -> dict[str, float]:
+    return {
+        f"{name}, {kind}": relative_error(run[name][kind], array)
+        for name, kinds in exact.items()
+        for kind, array in kinds.items()
+    }

@@ -11,7 +11,7 @@ import numpy as np
 from parity.compare import NOTHING_COMPARED, Comparison, identical_after_rounding, norm
 from parity.rungs import Outcome, Section, float32, section
 from parity.rungs.forward import compare_all, label, labelled
-from parity.runs import Runs
+from parity.runs import Runs, zero_among
 from parity.tolerances import (
     FLOAT64_RULE,
     GRADIENTS_UNEQUAL_AFTER_ROUNDING,
@@ -19,6 +19,7 @@ from parity.tolerances import (
     ZERO_RULE,
     zero_noise,
 )
+from parity.trace import Trace
 
 
 def climb(runs: Runs) -> Outcome:
@@ -67,6 +68,14 @@ def _float32(runs: Runs) -> Iterator[Section]:
         noise = list(labelled(_zeros(port, runs.summed(number), zero=zero, dtype=np.float32), runs, number))
         if noise:
             yield section("gradients that are zero", "float32", ZERO_RULE, noise)
+
+
+def compare_traces(runs: Runs, reference: Trace, port: Trace) -> Iterator[Comparison]:
+    """Float64 gradients of any two runs; those that are zero in exact arithmetic by the noise they may be."""
+    answer, summed = runs.gradients_in_port_layout(reference), runs.summed_in_port_layout(reference)
+    zero = zero_among(answer, summed)
+    yield from compare_all(_without(port.gradients, zero), _without(answer, zero))
+    yield from _zeros(port.gradients, summed, zero=zero, dtype=np.float64)
 
 
 def gradient_errors(
