@@ -1,5 +1,6 @@
 """Every bound of the parity check, with its reason. Loosening one needs a line in CHANGELOG.md."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -48,10 +49,6 @@ SCORES_RELATIVE = 1e-10
 each 1e-14 to 1e-13 away."""
 
 FLOAT64_RULE = f"relative error of two float64 programs: at most {FLOAT64_RELATIVE:.0e}"
-FLOAT32_RULE = (
-    f"the port's distance from the float64 answer: at most {FLOAT32_RATIO:g} times the reference's, "
-    f"or {FLOAT32_FLOOR:.1e} of the tensor's norm"
-)
 PROBE_RULE = f"relative error of two float64 programs on extreme inputs: at most {PROBE_RELATIVE:.0e}"
 DECODING_RULE = f"the same ids; scores within a relative error of {SCORES_RELATIVE:.0e}"
 ROUNDING_RULE = "float64 values rounded to float32: all but those near a tie are the same bits"
@@ -63,6 +60,30 @@ EXACT_RULE = "the same"
 def zero_noise(summed: float, dtype: type) -> float:
     """The norm up to which a gradient is rounding noise, given the norm of the absolute values that were summed."""
     return ZERO_GRADIENT_UNITS * float(np.finfo(dtype).eps) * summed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NarrowRule:
+    """How the runs of a narrow precision are judged by the float64 answer."""
+
+    precision: str
+    ratio: float
+    floor: float
+
+    @property
+    def sentence(self) -> str:
+        """The rule, as a report shows it."""
+        return (
+            f"the port's distance from the float64 answer: at most {self.ratio:g} times the reference's, "
+            f"or {self.floor:.1e} of the tensor's norm"
+        )
+
+
+FLOAT32 = NarrowRule(precision="float32", ratio=FLOAT32_RATIO, floor=FLOAT32_FLOOR)
+
+BFLOAT16 = NarrowRule(precision="bfloat16", ratio=2.0, floor=16 * 2.0**-9)
+"""As float32, with the 8 bits of bfloat16. Where each framework rounds is its compiler's choice (one that fuses keeps
+float32 in between), so that one side may be nearer to the answer by a factor; further away than twice it may not be."""
 
 
 def allowed_unequal(count: int) -> int:

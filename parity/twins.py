@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 import torch_reference
+from flax_transformer.decoding import greedy as jax_greedy
 from flax_transformer.parameters import abstract_model
 from parity.pair import Inputs, Pair, Precision, Side
 from parity.weights.twins import twin_mapping
+from torch_reference.decoding import greedy as torch_greedy
 from torch_reference.training import label_smoothed_cross_entropy as torch_loss
 from train.batching import encode_text, evaluation_batches, plan_buckets
 from train.config import BatchConfig
@@ -24,6 +26,9 @@ from transformer_config import TransformerConfig
 
 LABEL_SMOOTHING = 0.1
 """The paper's (5.4)."""
+
+DECODED_LEN = 12
+"""Pieces that both decoders may give."""
 
 
 def twin_pair(
@@ -52,6 +57,7 @@ def twin_pair(
         sums = jax_loss(logits, inputs["tgt_out"], smoothing=LABEL_SMOOTHING, pad_id=config.pad_id)
         return sums.loss, sums.num_tokens
 
+    decoded_len = min(DECODED_LEN, config.sequence_limit or DECODED_LEN)
     return Pair(
         name=name,
         reference=Side(
@@ -60,11 +66,18 @@ def twin_pair(
             ),
             call=call,
             loss=reference_loss,
+            decode=lambda module, inputs: torch_greedy(module, inputs["src"], max_len=decoded_len),
         ),
-        port=Side(build=lambda precision: abstract_model(in_precision(precision)), call=call, loss=port_loss),
+        port=Side(
+            build=lambda precision: abstract_model(in_precision(precision)),
+            call=call,
+            loss=port_loss,
+            decode=lambda module, inputs: jax_greedy(module, inputs["src"], max_len=decoded_len),
+        ),
         weights=weights,
         mapping=twin_mapping(tied=config.tie_embeddings == "all"),
         inputs=batches,
+        adversarial=lambda seed: hard_batches(config, seed=seed),
     )
 
 
@@ -125,6 +138,22 @@ def random_batch(config: TransformerConfig, *, seed: int, src_len: int = 11, tgt
     tgt_in = np.concatenate([np.full((4, 1), config.bos_id, np.int32), tgt[:, :-1]], axis=1)
     tgt_in[tgt == config.pad_id] = config.pad_id
     return {"src": src, "tgt_in": tgt_in, "tgt_out": tgt}
+
+
+def hard_batches(config: TransformerConfig, *, seed: int) -> dict[str, dict[str, np.ndarray]]:
+    """Rows in which every key is masked, padding on the left, equal tokens; a length of 1, and long ones (P15-P17)."""
+    usual = random_batch(config, seed=seed)
+    nothing = {name: ids.copy() for name, ids in usual.items()}
+    nothing["src"][0] = config.pad_id
+    nothing["tgt_in"][1] = nothing["tgt_out"][1] = config.pad_id
+    equal = {name: np.where(ids == config.pad_id, ids, ids.max()) for name, ids in usual.items()}
+    return {
+        "a source and a target of padding only": nothing,
+        "padding on the left": {name: np.ascontiguousarray(ids[:, ::-1]) for name, ids in usual.items()},
+        "equal tokens": equal,
+        "a length of 1": {name: ids[:2, :1] for name, ids in usual.items()},
+        "long sequences": random_batch(config, seed=seed, src_len=67, tgt_len=58),
+    }
 
 
 def _real_batches(trained: TrainedRun, *, pairs: int) -> tuple[Inputs, ...]:

@@ -2,10 +2,12 @@
 
 Hard inputs are the pair's own (rows of padding only, padding on the left, a length of 1, long sequences), or, for
 floating-point inputs, exact zeros, a large mean, a small variance. A fault that shows only there passes every check on
-well-behaved random numbers: a norm's eps, a variance as E[x²] - E[x]², a row in which every key is masked (P1, P15-P18).
+well-behaved random numbers: a norm's eps, a variance as E[x²] - E[x]², a row in which every key is masked (P1,
+P15-P18).
 """
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -16,11 +18,18 @@ from parity.rungs import NotComparedError, Outcome, Section, float32, section
 from parity.rungs.forward import compare_all
 from parity.rungs.gradients import compare_traces
 from parity.runs import Runs
-from parity.tolerances import FLOAT64_RULE, PROBE_RELATIVE, PROBE_RULE
+from parity.tolerances import FLOAT32, FLOAT64_RULE, PROBE_RELATIVE, PROBE_RULE
 from parity.trace import LOSS, Trace
 
 MEAN, SMALL, LARGE = 1e4, 1e-3, 1e3
-"""A mean of 1e4 beside a deviation of 1; a variance of 1e-6, near any eps; and one of 1e6."""
+LARGE_MEAN = "mean 1e4"
+PROBES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "zeros": np.zeros_like,
+    LARGE_MEAN: lambda spread: MEAN + spread,
+    "variance 1e-6": lambda spread: SMALL * spread,
+    "variance 1e6": lambda spread: LARGE * spread,
+}
+"""Out of numbers of mean 0 and variance 1. 1e-6 is near any eps."""
 
 
 def climb(runs: Runs) -> Outcome:
@@ -82,11 +91,13 @@ def _probes(runs: Runs) -> list[Section]:
     ]
     sections = [section("modules by themselves", "float64", PROBE_RULE, comparisons)]
     if sections[0].passed:
-        runs32 = (
-            probe.probe_port(runs, exact, probes, "float32"),
-            probe.probe_reference(runs, probes, "float32"),
-        )
-        sections.append(float32.judged("modules by themselves", *(_errors(run, exact) for run in runs32)))
+        ours = _errors(probe.probe_port(runs, exact, probes, "float32"), exact)
+        theirs = _errors(probe.probe_reference(runs, probes, "float32"), exact)
+        for kind in PROBES:
+            # What the mean takes of the digits, it takes of both sides' alike; how much, is chance.
+            rule = dataclasses.replace(FLOAT32, floor=FLOAT32.floor * (MEAN if kind == LARGE_MEAN else 1.0))
+            of_kind = ({n: e for n, e in side.items() if n.endswith(f", {kind}")} for side in (ours, theirs))
+            sections.append(float32.judged(f"modules by themselves, {kind}", *of_kind, rule=rule))
     return sections
 
 
@@ -95,12 +106,7 @@ def probe_inputs(given: np.ndarray) -> dict[str, np.ndarray]:
     few = given[:2]
     spread = few - few.mean(axis=-1, keepdims=True)
     spread = spread / max(float(spread.std()), 1e-30)
-    return {
-        "zeros": np.zeros_like(spread),
-        "mean 1e4": MEAN + spread,
-        "variance 1e-6": SMALL * spread,
-        "variance 1e6": LARGE * spread,
-    }
+    return {kind: change(spread) for kind, change in PROBES.items()}
 
 
 def _errors(run: probe.Probes, exact: probe.Probes) -> dict[str, float]:

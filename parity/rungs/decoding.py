@@ -7,7 +7,7 @@ import numpy as np
 
 from parity.compare import Comparison, relative_error
 from parity.pair import Inputs
-from parity.rungs import NotComparedError, Outcome, section
+from parity.rungs import Outcome, section
 from parity.rungs.forward import label
 from parity.runs import Runs
 from parity.tolerances import DECODING_RULE, SCORES_RELATIVE
@@ -31,9 +31,7 @@ def climb(runs: Runs) -> Outcome:
     return Outcome(sections=(section("decoded", "float64", DECODING_RULE, comparisons),), evidence=evidence)
 
 
-def _compared(
-    got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], batch: str
-) -> Iterator[Comparison]:
+def _compared(got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], batch: str) -> Iterator[Comparison]:
     for name in [*expected, *(name for name in got if name not in expected)]:
         if name not in got or name not in expected:
             detail = f"only the {'port' if name in got else 'reference'} returns it"

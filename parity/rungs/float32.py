@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from parity.compare import Comparison
 from parity.rungs import Section, section
-from parity.tolerances import FLOAT32_DRAWS, FLOAT32_FLOOR, FLOAT32_RATIO, FLOAT32_RULE
+from parity.tolerances import FLOAT32, FLOAT32_DRAWS, NarrowRule
 
 POOLED = "all of them, pooled"
 
@@ -20,40 +20,42 @@ def judged(
     *,
     again: Callable[[int], Errors] | None = None,
     redrawn: set[str] | None = None,
-    precision: str = "float32",
+    rule: NarrowRule = FLOAT32,
 ) -> Section:
     """A section of every tensor and of all of them pooled. `again(k)` gives the reference's errors in further run k.
 
     Where a tensor is beyond its bound, up to FLOAT32_DRAWS further runs of the reference are asked; their tensors are
     added to `redrawn` if that settles it.
     """
-    comparisons = first = list(against_float64(ours, theirs))
+    comparisons = first = list(against_float64(ours, theirs, rule=rule))
     failed = [c for c in comparisons if not c.passed]
     further: list[Errors] = []
     may_be_chance = all(math.isfinite(c.error) and c.tensor != POOLED for c in failed)
     while failed and may_be_chance and again is not None and len(further) < FLOAT32_DRAWS:
         further.append(again(len(further)))
-        comparisons = list(judged_again(first, further))
+        comparisons = list(judged_again(first, further, rule=rule))
         failed = [c for c in comparisons if not c.passed]
     if failed:
         comparisons = first
     elif redrawn is not None:
         redrawn |= {c.tensor for c in first if not c.passed}
-    return section(title, precision, FLOAT32_RULE, comparisons)
+    return section(title, rule.precision, rule.sentence, comparisons)
 
 
-def against_float64(ours: Errors, theirs: Errors) -> Iterator[Comparison]:
+def against_float64(ours: Errors, theirs: Errors, *, rule: NarrowRule) -> Iterator[Comparison]:
     """The port's errors, judged by the reference's. Each tensor for itself, then all of them pooled."""
     for name, error in ours.items():
-        bound = max(FLOAT32_RATIO * theirs[name], FLOAT32_FLOOR)
+        bound = max(rule.ratio * theirs[name], rule.floor)
         yield Comparison(tensor=name, error=error, bound=bound, reference=theirs[name])
     # Over many tensors chance evens out, so here the ratio alone decides; two tensors are not many.
-    pooled, floor = _root_mean_square(theirs), FLOAT32_FLOOR / math.sqrt(max(1, len(theirs)))
-    bound = max(FLOAT32_RATIO * pooled, floor)
+    pooled, floor = _root_mean_square(theirs), rule.floor / math.sqrt(max(1, len(theirs)))
+    bound = max(rule.ratio * pooled, floor)
     yield Comparison(tensor=POOLED, error=_root_mean_square(ours), bound=bound, reference=pooled)
 
 
-def judged_again(comparisons: Iterable[Comparison], further: Sequence[Errors]) -> Iterator[Comparison]:
+def judged_again(
+    comparisons: Iterable[Comparison], further: Sequence[Errors], *, rule: NarrowRule
+) -> Iterator[Comparison]:
     """The same comparisons, where each that failed is judged by the reference's largest error over further runs.
 
     The pooled one is not: it is large enough to be judged by one run.
@@ -63,7 +65,7 @@ def judged_again(comparisons: Iterable[Comparison], further: Sequence[Errors]) -
             yield comparison
         else:
             largest = max(run[comparison.tensor] for run in further)
-            yield dataclasses.replace(comparison, bound=max(comparison.bound, FLOAT32_RATIO * largest))
+            yield dataclasses.replace(comparison, bound=max(comparison.bound, rule.ratio * largest))
 
 
 def _root_mean_square(run: Errors) -> float:

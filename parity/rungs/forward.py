@@ -25,8 +25,7 @@ def climb(runs: Runs) -> Outcome:
         ends = runs.float64_ends(number)
         if ends is not None:
             notes.append(f"float64 ends at {ends}: from there on the float32 rule judges")
-        notes += [f"not captured: {name} ({why})" for name, why in runs.port(
-            "float64", number).not_captured.items()]
+        notes += [f"not captured: {name} ({why})" for name, why in runs.port("float64", number).not_captured.items()]
     if all(comparison.passed for comparison in exact):
         sections += _float32(runs)
     if runs.uncompared:

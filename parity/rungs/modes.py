@@ -1,9 +1,186 @@
-"""To be built."""
+"""Rung 16: the port against itself: not watched, eager, on several devices under jit and under pmap.
 
-from parity.rungs import NotComparedError, Outcome
+The other rungs run the port jitted, on one device, with every module watched. Watching changes what the compiler fuses
+(P24), devices change the order of sums, and a loss averaged per device is another loss (P7): so what users run is
+compared with what was proven equal. Needs no reference but its float64 answer.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from parity.compare import relative_error
+from parity.pair import Inputs
+from parity.rungs import Outcome, Section, float32, section
+from parity.rungs.forward import compare_all
 from parity.runs import Runs
+from parity.tolerances import FLOAT64_RULE
+from parity.trace import LOSS, OUTPUT, leaves
+
+Values = dict[str, np.ndarray]
 
 
 def climb(runs: Runs) -> Outcome:
-    """To be built."""
-    raise NotComparedError("to be built")
+    """Each mode in float64, where only semantics and the order of sums can differ; untapped in float32 too."""
+    inputs = runs.batches[0]
+    exact, zero = runs.port("float64"), runs.zero_gradients(0)
+    expected = _values(exact.results, exact.loss, exact.gradients, zero)
+    modes = _Modes(runs)
+    sections = [
+        section(name, "float64", FLOAT64_RULE, compare_all(values, {key: expected[key] for key in values}))
+        for name, values in modes.run(inputs)
+    ]
+    if all(s.passed for s in sections):
+        sections.append(_untapped_float32(runs, inputs, expected))
+    return Outcome(sections=tuple(sections), notes=tuple(modes.notes))
+
+
+def _untapped_float32(runs: Runs, inputs: Inputs, expected: Values) -> Section:
+    """The program that users run, by the reference's distance from the float64 answer."""
+    plain = runs.run_port(inputs, "float32", tap=False)
+    values = _values(plain.results, plain.loss, plain.gradients, runs.zero_gradients(0))
+    ours = {name: relative_error(values[name], array) for name, array in expected.items()}
+    outputs, gradients = runs.reference_errors(0)
+    theirs = {name: (outputs | gradients)[name] for name in ours}
+
+    def again(draw: int) -> dict[str, float]:
+        further, further_gradients = runs.reference_errors(0, draw)
+        return further | further_gradients
+
+    return float32.judged("untapped", ours, theirs, again=again, redrawn=runs.redrawn)
+
+
+class _Modes:
+    """Every way of running the port in float64."""
+
+    def __init__(self, runs: Runs):
+        self.runs = runs
+        self.runner = runs.port_runner("float64")
+        self.notes: list[str] = []
+        trained = self.runner.trained()
+        with self.runner.numerics():
+            arrays = self.runner.cast(runs.port_weights)
+        self.trained = {name: array for name, array in arrays.items() if name in trained}
+        self.fixed = {name: array for name, array in arrays.items() if name not in trained}
+
+    def run(self, inputs: Inputs) -> Iterator[tuple[str, Values]]:
+        """(mode, what it computed)."""
+        zero = self.runs.zero_gradients(0)
+        plain = self.runner.trace(inputs, weights=self.runs.port_weights, tap=False)
+        yield "untapped", _values(plain.results, plain.loss, plain.gradients, zero)
+        with self.runner.numerics():
+            yield "eager", self._eager(inputs)
+            yield from self._several_devices(inputs)
+
+    def _eager(self, inputs: Inputs) -> Values:
+        """Operation by operation; the forward pass alone."""
+        results, loss = self._forward(self.trained, self.runner.inputs(inputs))
+        loss = loss if loss is None or not isinstance(loss, tuple) else loss[0] / loss[1]
+        return _values(_host(results), None if loss is None else np.asarray(loss), {}, frozenset())
+
+    def _several_devices(self, inputs: Inputs) -> Iterator[tuple[str, Values]]:
+        devices = jax.devices()
+        rows = _common_rows(inputs)
+        if len(devices) < 2 or rows is None:
+            why = "the inputs have no common batch axis" if rows is None else "there is one device only"
+            self.notes.append(f"not compared on several devices: {why}")
+            return
+        count = len(devices)
+        # Whole batches again and again until every device has as many rows: no row is invented.
+        times = count // np.gcd(rows, count)
+        tiled = {name: np.concatenate([array] * times) for name, array in inputs.items()}
+        for name, run in (("sharded", self._sharded), ("pmap", self._pmap)):
+            try:
+                yield f"{name} over {count} devices", self._untiled(run(tiled, devices), rows)
+            except NotImplementedError as error:
+                self.notes.append(f"not compared under {name}: {error}")
+
+    def _untiled(self, computed: tuple[Any, Any, Any], rows: int) -> Values:
+        results, loss, gradients = computed
+        return _values(
+            {name: array[:rows] for name, array in _host(results).items()},
+            None if loss is None else np.asarray(loss),
+            {} if gradients is None else _host(gradients),
+            self.runs.zero_gradients(0),
+        )
+
+    def _forward(self, trained: Mapping[str, jax.Array], inputs: Any) -> tuple[Any, Any]:
+        """Results, and the loss as the side gives it: (sum, weight), a scalar, or None if it brings none."""
+        side = self.runner.side
+        output = side.call(self.runner.merged(dict(trained) | self.fixed), inputs)
+        results = {OUTPUT + suffix: array for suffix, array in leaves(output, lambda x: isinstance(x, jax.Array))}
+        return results, None if side.loss is None else side.loss(output, inputs)
+
+    def _sharded(self, inputs: Inputs, devices: list[Any]) -> tuple[Any, Any, Any]:
+        """jit over a mesh: rows on the devices, weights on all of them."""
+        mesh = jax.sharding.Mesh(np.asarray(devices), ("batch",))
+        by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
+        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        given = jax.device_put(self.runner.inputs(inputs), by_row)
+        trained = jax.device_put(self.trained, everywhere)
+
+        def step(trained: Any, given: Any) -> tuple[Any, Any, Any]:
+            def loss(trained: Any) -> tuple[Any, Any]:
+                results, (total, weight) = self._sums(trained, given)
+                return total / weight, results
+
+            (value, results), gradients = jax.value_and_grad(loss, has_aux=True)(trained)
+            return results, value, gradients
+
+        if self._has_sums(trained, given):
+            return jax.jit(step)(trained, given)
+        return jax.jit(lambda t, g: self._forward(t, g)[0])(trained, given), None, None
+
+    def _pmap(self, inputs: Inputs, devices: list[Any]) -> tuple[Any, Any, Any]:
+        """One program a device; sums of losses, weights and gradients are added up over devices, then divided."""
+        count = len(devices)
+        split = {name: array.reshape(count, -1, *array.shape[1:]) for name, array in inputs.items()}
+        given = self.runner.inputs(split)
+
+        def step(trained: Any, given: Any) -> tuple[Any, Any, Any]:
+            def total(trained: Any) -> tuple[Any, Any]:
+                results, (loss, weight) = self._sums(trained, given)
+                return loss, (results, loss, weight)
+
+            gradients, (results, loss, weight) = jax.grad(total, has_aux=True)(trained)
+            loss, weight, gradients = jax.lax.psum((loss, weight, gradients), "devices")
+            return results, loss / weight, jax.tree.map(lambda g: g / weight, gradients)
+
+        one = jax.tree.map(lambda x: x[0], given)
+        if self._has_sums(self.trained, one):
+            run = jax.pmap(step, axis_name="devices", in_axes=(None, 0), out_axes=(0, None, None), devices=devices)
+            results, loss, gradients = run(self.trained, given)
+        else:
+            forward = jax.pmap(lambda t, g: self._forward(t, g)[0], in_axes=(None, 0), devices=devices)
+            results, loss, gradients = forward(self.trained, given), None, None
+        return {name: array.reshape(-1, *array.shape[2:]) for name, array in results.items()}, loss, gradients
+
+    def _has_sums(self, trained: Any, given: Any) -> bool:
+        if self.runner.side.loss is None:
+            return False
+        sums = isinstance(jax.eval_shape(lambda t, g: self._forward(t, g)[1], trained, given), tuple)
+        if not sums:
+            self.notes.append("gradients not compared on several devices: the loss is not given as (sum, weight)")
+        return sums
+
+    def _sums(self, trained: Any, given: Any) -> tuple[Any, tuple[Any, Any]]:
+        results, loss = self._forward(trained, given)
+        return results, loss
+
+
+def _values(
+    results: Mapping[str, np.ndarray], loss: Any, gradients: Mapping[str, np.ndarray], zero: frozenset[str]
+) -> Values:
+    values = dict(results) | {name: array for name, array in gradients.items() if name not in zero}
+    return values if loss is None else values | {LOSS: np.asarray(loss)}
+
+
+def _common_rows(inputs: Inputs) -> int | None:
+    rows = {array.shape[0] if array.ndim else -1 for array in inputs.values()}
+    return rows.pop() if len(rows) == 1 and -1 not in rows else None
+
+
+def _host(arrays: Any) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array) for name, array in arrays.items()}
