@@ -23,9 +23,25 @@ Masks = Mapping[str, np.ndarray]
 """Dropout masks by the name of their site; True = keep."""
 
 
+SEEDS = ("rngs", "seed")
+"""Names of a builder's parameter that random numbers come through."""
+
+
 def call_positionally(module: Any, inputs: Mapping[str, Any]) -> Any:
     """`module(*inputs.values())`: argument names may differ between frameworks, their order seldom does."""
     return module(*inputs.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """A model's own training step: the very code that trains it is then compared, not one that the harness composes."""
+
+    start: Callable[[Any], Any]
+    """(module in training mode, with its weights in float64) -> the state before the first step."""
+    step: Callable[[Any, Mapping[str, Any], Mapping[str, Any]], tuple[Any, Any]]
+    """(state, inputs, dropout masks by site) -> (state, loss). Whatever is to be compiled compiles itself."""
+    parameters: Callable[[Any], Mapping[str, Any]]
+    """(state) -> the trained parameters by the side's own names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,28 +65,52 @@ class Side:
     call_with_dropout: Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Any] | None = None
     """`call` in training mode with masks handed in, by site. None: the harness puts them into the framework's Dropout
     modules."""
+    dropout_rates: Mapping[str, float] | None = None
+    """Share of zeros at each site, for whoever draws masks itself. None: read off the framework's Dropout modules."""
+    initial: Callable[[int], Mapping[str, Any]] | None = None
+    """(seed) -> freshly drawn parameters by name. None: the builder is called again and again, where seeds reach it
+    (torch's global one does; a parameter called `rngs` or `seed` does; a seed fixed inside does not)."""
     clip: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     """Gradients by name -> clipped gradients by name."""
     optimizer: Any = None
-    """Reference: (list of parameters) -> torch.optim.Optimizer. Port: an optax.GradientTransformation."""
-    schedule: Callable[[int], float] | None = None
+    """Reference: (list of parameters) -> torch.optim.Optimizer. Port: an optax.GradientTransformation, which is given
+    parameters by name. Without clipping, if `clip` does that."""
+    schedule: Callable[[int], Any] | None = None
     """Learning rate of a step, the first being step 1. With one, an optimizer's own rate should be 1."""
+    training: Training | None = None
+    """The model's own training step. None: the harness composes one of call, loss, clip, optimizer and schedule."""
     decode: Callable[[Any, Mapping[str, Any]], Any] | None = None
     """(module, inputs) -> ids, and scores if it has any: a dict of arrays."""
 
     @property
     def takes_precision(self) -> bool:
-        """Whether the builder has a parameter without a default: the precision."""
-        try:
-            parameters = inspect.signature(self.build).parameters.values()
-        except ValueError:  # a class written in C has no signature
-            return False
+        """Whether the builder has a parameter without a default, besides that of the seed: the precision."""
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return any(p.default is p.empty and p.kind in positional for p in parameters)
+        return any(
+            p.default is p.empty and p.kind in positional and p.name not in SEEDS for p in self._builder_parameters()
+        )
 
-    def module(self, precision: Precision) -> Any:
-        """Builds the module, handing on the precision if the builder takes one. The cast is up to the caller."""
-        return self.build(precision) if self.takes_precision else self.build()
+    @property
+    def takes_seed(self) -> str | None:
+        """The builder's parameter for random numbers: `rngs` (an nnx.Rngs) or `seed` (an integer)."""
+        return next((p.name for p in self._builder_parameters() if p.name in SEEDS), None)
+
+    def module(self, precision: Precision, *, seed: int | None = None) -> Any:
+        """Builds the module, handing on the precision if the builder takes one. The cast is up to the caller.
+
+        `seed` goes to the builder's parameter for it, if there is one; where that has no default, None means 0.
+        """
+        given: dict[str, Any] = {}
+        for parameter in self._builder_parameters():
+            if parameter.name in SEEDS and (seed is not None or parameter.default is parameter.empty):
+                given[parameter.name] = _random_numbers(parameter.name, seed or 0)
+        return self.build(precision, **given) if self.takes_precision else self.build(**given)
+
+    def _builder_parameters(self) -> Sequence[inspect.Parameter]:
+        try:
+            return tuple(inspect.signature(self.build).parameters.values())
+        except ValueError:  # a class written in C has no signature
+            return ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +162,8 @@ class Pair:
     """Inputs -> which leading positions (batch, length) of an output count. None: all."""
     schedule_steps: Sequence[int] = ()
     """Steps at which both learning-rate tables are compared, from 1: around the warm-up, and the last."""
+    training_steps: int = 10
+    """Steps of the trajectory."""
     known: tuple[KnownDifference, ...] = ()
     """Besides those that the harness knows of the frameworks' own modules."""
     suspects: tuple[Any, ...] = ()
@@ -150,3 +192,11 @@ class Pair:
             if not isinstance(batch, Mapping) or not batch:
                 raise ValueError(f"{self.name}: expected inputs by argument name, got {type(batch).__name__}")
         return tuple({name: np.asarray(array) for name, array in batch.items()} for batch in every)
+
+
+def _random_numbers(name: str, seed: int) -> Any:
+    if name == "seed":
+        return seed
+    from flax import nnx
+
+    return nnx.Rngs(seed)

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -103,9 +103,9 @@ def noam_schedule(
     )
 
 
-def adam(model: nn.Module, options: TrainingOptions) -> torch.optim.Adam:
+def adam(parameters: Iterable[nn.Parameter], options: TrainingOptions) -> torch.optim.Adam:
     """Adam as in 5.3, without weight decay; its learning rate of 1 is what `noam_schedule` multiplies."""
-    return torch.optim.Adam(model.parameters(), lr=1.0, betas=(options.b1, options.b2), eps=options.eps)
+    return torch.optim.Adam(parameters, lr=1.0, betas=(options.b1, options.b2), eps=options.eps)
 
 
 @torch.no_grad()
@@ -180,7 +180,7 @@ def initial_state(model: Transformer, options: TrainingOptions) -> TrainState:
     config = model.config
     if config.param_dtype == "float16":
         raise ValueError("expected param_dtype='float32' to train with dtype='float16', got 'float16'")
-    optimizer = adam(model, options)
+    optimizer = adam(model.parameters(), options)
     schedule = noam_schedule(
         optimizer, d_model=config.d_model, warmup_steps=options.warmup_steps, factor=options.noam_factor
     )
@@ -196,31 +196,45 @@ def batch_loss(model: Transformer, batch: Batch, *, smoothing: float, dropout: D
     return label_smoothed_cross_entropy(logits, batch.tgt_out, smoothing=smoothing, pad_id=model.config.pad_id)
 
 
-def accumulate_gradients(state: TrainState, micro_batches: list[Batch], options: TrainingOptions) -> LossSums:
+def accumulate_gradients(
+    state: TrainState,
+    micro_batches: list[Batch],
+    options: TrainingOptions,
+    *,
+    dropout: Sequence[DropoutSource] | None = None,
+) -> LossSums:
     """Adds up the gradient of (sum of losses over all micro-batches) / (sum of their tokens), times the scaler's scale.
 
-    Not a mean of means: that would weigh a token by how few others share its micro-batch (T2).
+    Not a mean of means: that would weigh a token by how few others share its micro-batch (T2). `dropout`: where each
+    micro-batch's masks come from, if not from the seed.
     """
+    # One seed after another: a seed's masks are unrelated to its neighbour's, and runs keep 2³² apart.
+    first = options.seed * 2**32 + state.micro_batches
+    sources = dropout or [DropoutSeed(first + i) for i in range(len(micro_batches))]
     num_tokens = torch.stack([batch.tgt_out.ne(state.model.config.pad_id).sum() for batch in micro_batches]).sum()
     total = torch.zeros_like(num_tokens, dtype=torch.float64)
-    for batch in micro_batches:
-        # One seed after another: a seed's masks are unrelated to its neighbour's, and runs keep 2³² apart.
-        dropout = DropoutSeed(options.seed * 2**32 + state.micro_batches)
-        sums = batch_loss(state.model, batch, smoothing=options.label_smoothing, dropout=dropout)
+    for batch, source in zip(micro_batches, sources, strict=True):
+        sums = batch_loss(state.model, batch, smoothing=options.label_smoothing, dropout=source)
         state.scaler.scale(sums.loss / num_tokens.clamp(min=1)).backward()
         total += sums.loss.detach()
         state.micro_batches += 1
     return LossSums(total, num_tokens)
 
 
-def train_step(state: TrainState, micro_batches: list[Batch], options: TrainingOptions) -> StepMetrics:
-    """One step of Adam on the mean loss a token of all the micro-batches together.
+def train_step(
+    state: TrainState,
+    micro_batches: list[Batch],
+    options: TrainingOptions,
+    *,
+    dropout: Sequence[DropoutSource] | None = None,
+) -> StepMetrics:
+    """One step of Adam on the mean loss a token of all the micro-batches together; `dropout` as above.
 
     Raises FloatingPointError, and leaves the parameters as they are, if the loss or a gradient is not finite; float16
     gradients that overflow only skip the step, and the scaler tries a smaller scale next time.
     """
     state.optimizer.zero_grad(set_to_none=True)
-    sums = accumulate_gradients(state, micro_batches, options)
+    sums = accumulate_gradients(state, micro_batches, options, dropout=dropout)
     state.scaler.unscale_(state.optimizer)  # clipping is about true gradients
     norm = clip_by_global_norm(state.model.parameters(), options.clip_norm)
     loss = float(sums.loss / sums.num_tokens.clamp(min=1))

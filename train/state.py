@@ -20,13 +20,21 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
 
 
+def make_clipping(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Clipping by global norm, without torch's 1e-6 beside the norm (P8)."""
+    return optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+
+
+def make_adam(config: OptimizerConfig, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """Adam (paper 5.3), without weight decay."""
+    return optax.adam(learning_rate, b1=config.b1, b2=config.b2, eps=config.eps)
+
+
 def make_optimizer(config: OptimizerConfig, *, d_model: int) -> optax.GradientTransformation:
-    """Clipping by global norm (without torch's 1e-6 beside the norm, P8), then Adam with the Noam rate."""
+    """Clipping, if any, then Adam with the Noam rate."""
     schedule = noam_schedule(d_model=d_model, warmup_steps=config.warmup_steps, factor=config.noam_factor)
-    adam = optax.adam(schedule, b1=config.b1, b2=config.b2, eps=config.eps)
-    if config.clip_norm is None:
-        return adam
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adam)
+    adam = make_adam(config, schedule)
+    return adam if config.clip_norm is None else optax.chain(make_clipping(config), adam)
 
 
 def initial_state(config: TrainConfig, key: Key[Array, ""]) -> TrainState:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from flax_transformer import NO_DROPOUT, DropoutKey, DropoutSource
 from flax_transformer.parameters import abstract_model, with_parameters
-from train.config import TrainConfig
+from train.config import OptimizerConfig, TrainConfig
 from train.loss import LossSums, label_smoothed_cross_entropy
 from train.schedule import noam_schedule
 from train.state import TrainState, make_optimizer
@@ -37,6 +37,7 @@ class StepMetrics(NamedTuple):
     learning_rate: Float[Array, ""]
 
 
+Update = Callable[[TrainState, Arrays, DropoutSource], tuple[TrainState, StepMetrics]]
 TrainStep = Callable[[TrainState, Arrays, Array], tuple[TrainState, StepMetrics]]
 EvaluationStep = Callable[[dict[str, Array], Arrays], LossSums]
 
@@ -52,27 +53,22 @@ def make_loss(config: TransformerConfig, *, smoothing: float) -> Callable[..., L
     return loss
 
 
-def make_train_step(config: TrainConfig) -> TrainStep:
-    """The function (state, batch, key) -> (state, metrics); the key is folded with the step, so one key serves a run.
+def make_update(model: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float) -> Update:
+    """The function (state, batch, dropout) -> (state, metrics): one step, with dropout masks from whatever source.
 
     The gradient is that of the sum of losses divided by the number of tokens, whatever the padding (T1).
     """
-    loss = make_loss(config.model, smoothing=config.label_smoothing)
-    optimizer = make_optimizer(config.optimizer, d_model=config.model.d_model)
-    schedule = noam_schedule(
-        d_model=config.model.d_model,
-        warmup_steps=config.optimizer.warmup_steps,
-        factor=config.optimizer.noam_factor,
-    )
+    loss = make_loss(model, smoothing=smoothing)
+    transformation = make_optimizer(optimizer, d_model=model.d_model)
+    schedule = noam_schedule(d_model=model.d_model, warmup_steps=optimizer.warmup_steps, factor=optimizer.noam_factor)
 
-    def mean_loss(params: dict[str, Array], batch: Arrays, key: Key[Array, ""]) -> tuple[Array, LossSums]:
-        sums = loss(params, batch, DropoutKey(key))
+    def mean_loss(params: dict[str, Array], batch: Arrays, dropout: DropoutSource) -> tuple[Array, LossSums]:
+        sums = loss(params, batch, dropout)
         return sums.loss / jnp.maximum(sums.num_tokens, 1), sums
 
-    def train_step(state: TrainState, batch: Arrays, key: Key[Array, ""]) -> tuple[TrainState, StepMetrics]:
-        step_key = jax.random.fold_in(key, state.step)
-        (mean, sums), gradients = jax.value_and_grad(mean_loss, has_aux=True)(state.params, batch, step_key)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    def update(state: TrainState, batch: Arrays, dropout: DropoutSource) -> tuple[TrainState, StepMetrics]:
+        (mean, sums), gradients = jax.value_and_grad(mean_loss, has_aux=True)(state.params, batch, dropout)
+        updates, opt_state = transformation.update(gradients, state.opt_state, state.params)
         metrics = StepMetrics(
             step=state.step + 1,
             loss=mean,
@@ -82,6 +78,16 @@ def make_train_step(config: TrainConfig) -> TrainStep:
             learning_rate=schedule(state.step),
         )
         return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
+
+    return update
+
+
+def make_train_step(config: TrainConfig) -> TrainStep:
+    """The function (state, batch, key) -> (state, metrics); the key is folded with the step: one key serves a run."""
+    update = make_update(config.model, config.optimizer, smoothing=config.label_smoothing)
+
+    def train_step(state: TrainState, batch: Arrays, key: Key[Array, ""]) -> tuple[TrainState, StepMetrics]:
+        return update(state, batch, DropoutKey(jax.random.fold_in(key, state.step)))
 
     return train_step
 
