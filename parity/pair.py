@@ -85,10 +85,7 @@ class Side:
     @property
     def takes_precision(self) -> bool:
         """Whether the builder has a parameter without a default, besides that of the seed: the precision."""
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return any(
-            p.default is p.empty and p.kind in positional and p.name not in SEEDS for p in self._builder_parameters()
-        )
+        return self._precision_parameter() is not None
 
     @property
     def takes_seed(self) -> str | None:
@@ -104,7 +101,15 @@ class Side:
         for parameter in self._builder_parameters():
             if parameter.name in SEEDS and (seed is not None or parameter.default is parameter.empty):
                 given[parameter.name] = _random_numbers(parameter.name, seed or 0)
-        return self.build(precision, **given) if self.takes_precision else self.build(**given)
+        takes = self._precision_parameter()
+        if takes is not None and takes.kind is takes.POSITIONAL_ONLY:
+            return self.build(precision, **given)
+        return self.build(**given) if takes is None else self.build(**{takes.name: precision}, **given)
+
+    def _precision_parameter(self) -> inspect.Parameter | None:
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        required = [p for p in self._builder_parameters() if p.default is p.empty and p.kind in positional]
+        return next((p for p in required if p.name not in SEEDS), None)
 
     def _builder_parameters(self) -> Sequence[inspect.Parameter]:
         try:
