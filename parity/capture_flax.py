@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from parity.compilation import jit
 from parity.facts import Facts
 from parity.facts_flax import describe
 from parity.pair import Inputs, Precision, Side
@@ -34,8 +35,8 @@ class FlaxRunner:
             self.model.eval()
             self._graphdef, state, self._others = nnx.split(self.model, _is_weight, ...)
         self._variables = {".".join(map(str, path)): (path, var) for path, var in nnx.to_flat_state(state)}
-        self._tapped = jax.jit(lambda trained, fixed, inputs: self._run(trained, fixed, inputs, tap=True))
-        self._untapped = jax.jit(lambda trained, fixed, inputs: self._run(trained, fixed, inputs, tap=False))
+        self._tapped = jit(lambda *arguments: self._run(*arguments, tap=True), precision=precision)
+        self._untapped = jit(lambda *arguments: self._run(*arguments, tap=False), precision=precision)
 
     def specs(self) -> dict[str, Any]:
         """Name to an object with shape and dtype, for every parameter and every other floating-point variable."""

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from parity.compilation import jit
 from parity.pair import Precision
 from parity.runs import Runs
 from parity.trace import Trace, module_of
@@ -76,7 +77,7 @@ def probe_port(
 
     with runner.numerics():
         given = {name: runner.inputs(probes[name]) for name in names}
-        returned = jax.jit(run)(runner.cast(runs.port_weights), given)
+        returned = jit(run, precision=precision)(runner.cast(runs.port_weights), given)
         return jax.tree.map(np.asarray, returned)
 
 

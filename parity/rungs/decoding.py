@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from parity.compilation import jit
 from parity.compare import Comparison, relative_error
 from parity.pair import Inputs
 from parity.rungs import Outcome, section
@@ -69,10 +70,8 @@ def _reference(runs: Runs, inputs: Inputs) -> dict[str, np.ndarray]:
 
 
 def _port(runs: Runs, inputs: Inputs) -> dict[str, np.ndarray]:
-    import jax
-
     runner = runs.port_runner("float64")
-    decode = jax.jit(lambda arrays, given: _named(runner.side.decode(runner.merged(arrays), given)))
+    decode = jit(lambda arrays, given: _named(runner.side.decode(runner.merged(arrays), given)), precision="float64")
     with runner.numerics():
         decoded = decode(runner.cast(runs.port_weights), runner.inputs(inputs))
         return {name: np.asarray(array) for name, array in decoded.items()}

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from parity.compilation import jit
 from parity.compare import relative_error
 from parity.pair import Inputs
 from parity.rungs import Outcome, Section, float32, section
@@ -130,8 +131,9 @@ class _Modes:
             return results, value, gradients
 
         if self._has_sums(trained, given):
-            return jax.jit(step)(trained, given)
-        return jax.jit(lambda t, g: self._forward(t, g)[0])(trained, given), None, None
+            return jit(step, precision="float64")(trained, given)
+        forward = jit(lambda t, g: self._forward(t, g)[0], precision="float64")
+        return forward(trained, given), None, None
 
     def _pmap(self, inputs: Inputs, devices: list[Any]) -> tuple[Any, Any, Any]:
         """One program a device; sums of losses, weights and gradients are added up over devices, then divided."""
