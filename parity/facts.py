@@ -71,24 +71,11 @@ SYNONYMS = {
 """Attribute names of users' own modules -> the shared vocabulary."""
 
 NOT_SETTINGS = frozenset(
-    [
-        "training",
-        "deterministic",
-        "use_running_average",
-        "decode",
-        "dtype",
-        "param_dtype",
-        "compute_dtype",
-        "device",
-        "precision",
-        "backend",
-        "implementation",
-        "remat",
-        "gradient_checkpointing",
-        "name",
-        "call_super_init",
-        "dump_patches",
-    ]
+    (
+        *("training", "deterministic", "use_running_average", "decode", "dtype", "param_dtype", "compute_dtype"),
+        *("device", "precision", "backend", "implementation", "remat", "gradient_checkpointing", "name"),
+        *("call_super_init", "dump_patches"),
+    )
 )
 """Attributes that say how a module runs, not what it computes."""
 

@@ -48,6 +48,10 @@ SCORES_RELATIVE = 1e-10
 """Norm-wise relative error of the scores of decoded sequences: sums of log-probabilities over up to hundreds of steps,
 each 1e-14 to 1e-13 away."""
 
+EQUAL_GRADIENTS = 64.0
+"""Two biases that are only ever added have one gradient. Where a framework works it out twice, by sums in another order,
+the two may differ by so many units of rounding of the largest entry."""
+
 FLOAT64_RULE = f"relative error of two float64 programs: at most {FLOAT64_RELATIVE:.0e}"
 PROBE_RULE = f"relative error of two float64 programs on extreme inputs: at most {PROBE_RELATIVE:.0e}"
 DECODING_RULE = f"the same ids; scores within a relative error of {SCORES_RELATIVE:.0e}"
@@ -89,3 +93,42 @@ float32 in between), so that one side may be nearer to the answer by a factor; f
 def allowed_unequal(count: int) -> int:
     """How many of `count` logits may differ after rounding to float32."""
     return max(1, math.floor(count * UNEQUAL_AFTER_ROUNDING))
+
+
+FLOAT32_SCHEDULE = 16 * 2.0**-24
+"""Relative error of a learning rate that one side computes in float32: a few roundings. Noam's rate of the wrong step
+is further away up to step 500,000."""
+
+TRAJECTORY_LOSS = 1e-10
+"""Relative difference of the losses of two float64 trainings. The step itself is equal to 1e-13; what is left of it
+grows with the steps, by 1e-13 to 1e-12 in a hundred (measured on our twins)."""
+
+TRAJECTORY_PARAMETERS = 1e-10
+"""Largest difference between two parameters, per unit of the way gone: the sum of learning rates or, where that is
+larger, of the largest changes. Adam divides a gradient by its own size, so a small one with a relative error of 1e-12
+moves its parameter by as much as any other; errors are in proportion to the steps, not to the parameter."""
+
+SCHEDULE_RULE = f"relative difference: at most {FLOAT64_RELATIVE:.0e}, or {FLOAT32_SCHEDULE:.1e} for a rate that is computed in float32"
+UPDATE_RULE = (
+    f"relative difference: at most {FLOAT64_RELATIVE:.0e}, beside the rounding of the parameter it is added to"
+)
+TRAJECTORY_LOSS_RULE = f"relative difference of two float64 trainings: at most {TRAJECTORY_LOSS:.0e}"
+TRAJECTORY_RULE = (
+    f"largest difference: at most {TRAJECTORY_PARAMETERS:.0e} for each unit of the learning rates summed so far, "
+    "beside one rounding of the parameter a step"
+)
+TRAJECTORY_ZERO_RULE = (
+    "true gradient zero, so it moves by rounding noise alone: at most the learning rates summed so far"
+)
+MOVES_RULE = "a step whose learning rate and gradient are not zero changes the parameters"
+
+
+def updated(weight: float, update: float) -> float:
+    """The bound on an update's relative error, read off a parameter before and after: norms of both."""
+    noise = 4.0 * float(np.finfo(np.float64).eps) * weight
+    return FLOAT64_RELATIVE + (noise / update if update > 0.0 else 0.0)
+
+
+def trained_apart(way: float, steps: int, largest: float) -> float:
+    """How far two parameters may be from each other after `steps` that summed up to `way`; `largest` is the parameter."""
+    return TRAJECTORY_PARAMETERS * way + steps * float(np.finfo(np.float64).eps) * largest
