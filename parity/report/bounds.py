@@ -1,0 +1,45 @@
+"""The bounds of parity/tolerances.py with their reasons, read off its source: a constant and the docstring below it."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+
+from parity import tolerances
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bound:
+    """One of them."""
+
+    name: str
+    value: str
+    """As a reader would write it."""
+    reason: str
+
+
+@functools.cache
+def every_bound() -> tuple[Bound, ...]:
+    """In the order in which they stand in the file."""
+    body = ast.parse(inspect.getsource(tolerances)).body
+    found = []
+    for assignment, below in itertools.pairwise(body):
+        if not (isinstance(assignment, ast.Assign) and isinstance(assignment.targets[0], ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            name = assignment.targets[0].id
+            if not hasattr(tolerances, name):  # the file was changed after it was imported
+                continue
+            reason = " ".join(below.value.value.split())
+            found.append(Bound(name=name, value=_shown(getattr(tolerances, name)), reason=reason))
+    return tuple(found)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.2g}"
+    if dataclasses.is_dataclass(value):
+        fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return ", ".join(f"{name} {_shown(v)}" for name, v in fields)
+    return str(value)
