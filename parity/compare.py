@@ -56,9 +56,10 @@ def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
     """‖got - expected‖ / ‖expected‖, Euclidean. 0 if both are equal, zeros included.
 
     Infinite for different shapes, and where one has a NaN or an infinity that the other has not at that place. Those
-    that both have are left out; if nothing finite remains, that is no comparison, and infinite too.
+    that both have are left out; if nothing finite remains, or there was nothing at all, that is no comparison, and
+    infinite too.
     """
-    if got.shape != expected.shape:
+    if got.shape != expected.shape or expected.size == 0:
         return float("inf")
     finite = np.isfinite(expected)
     if not finite.all() or not np.isfinite(got).all():

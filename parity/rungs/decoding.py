@@ -1,17 +1,23 @@
 """Rung 15: the decoders of both sides on the same inputs, in float64: the same ids, the same scores."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from parity.compilation import jit
 from parity.compare import Comparison, relative_error
+from parity.compilation import jit
 from parity.pair import Inputs
 from parity.rungs import Outcome, section
 from parity.rungs.forward import label
 from parity.runs import Runs
 from parity.tolerances import DECODING_RULE, SCORES_RELATIVE
+
+Weights = Mapping[str, np.ndarray]
+
+LIVELY = np.float32(4.0)
+"""A power of two: weights stay float32 numbers."""
 
 
 def climb(runs: Runs) -> Outcome:
@@ -22,9 +28,9 @@ def climb(runs: Runs) -> Outcome:
     runs.expect_both("decode", "decoder")
     comparisons: list[Comparison] = []
     evidence: dict[str, Any] = {}
-    for number, inputs in enumerate(runs.batches):
-        expected, got = _reference(runs, inputs), _port(runs, inputs)
-        for comparison in _compared(got, expected, label(runs, number)):
+    for (kind, weights), (number, inputs) in itertools.product(_weights(runs).items(), enumerate(runs.batches)):
+        expected, got = _reference(runs, inputs, weights), _port(runs, inputs, weights)
+        for comparison in _compared(got, expected, kind + label(runs, number)):
             if not comparison.passed and not evidence:
                 name = comparison.tensor.split(" ")[0]
                 evidence = {"reference": expected.get(name), "port": got.get(name), "inputs": inputs}
@@ -56,24 +62,24 @@ def _ids(name: str, got: np.ndarray, expected: np.ndarray) -> Comparison:
     return Comparison(tensor=name, error=float(len(unequal)), bound=0.0, detail=detail)
 
 
-def _reference(runs: Runs, inputs: Inputs) -> dict[str, np.ndarray]:
+def _reference(runs: Runs, inputs: Inputs, weights: Weights) -> dict[str, np.ndarray]:
     import torch
 
     from parity.capture_torch import load_reference, tensors_of, to_numpy
 
     runner = runs.live_reference()
     module = runner.module("float64")
-    load_reference(module, runs.weights, precision="float64")
+    load_reference(module, weights, precision="float64")
     with torch.no_grad():
         decoded = runner.side.decode(module, tensors_of(inputs, "float64"))
     return {name: to_numpy(tensor) for name, tensor in _named(decoded).items()}
 
 
-def _port(runs: Runs, inputs: Inputs) -> dict[str, np.ndarray]:
+def _port(runs: Runs, inputs: Inputs, weights: Weights) -> dict[str, np.ndarray]:
     runner = runs.port_runner("float64")
     decode = jit(lambda arrays, given: _named(runner.side.decode(runner.merged(arrays), given)), precision="float64")
     with runner.numerics():
-        decoded = decode(runner.cast(runs.port_weights), runner.inputs(inputs))
+        decoded = decode(runner.cast(runs.to_port(weights)), runner.inputs(inputs))
         return {name: np.asarray(array) for name, array in decoded.items()}
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from parity.compare import NOTHING_COMPARED, Comparison, identical_after_rounding, relative_error
-from parity.rungs import Rung
+from parity.rungs import section
 
 
 def test_relative_error_is_the_norm_of_the_difference_over_the_norm_of_the_expected() -> None:
@@ -18,12 +18,26 @@ def test_differences_do_not_cancel_and_a_permutation_is_not_equal() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("side", ["got", "expected", "both"])
-def test_what_is_not_finite_never_passes(value: float, side: str) -> None:
+@pytest.mark.parametrize("side", ["got", "expected"])
+def test_what_is_not_finite_on_one_side_never_passes(value: float, side: str) -> None:
     good, bad = np.array([1.0, 2.0]), np.array([1.0, value])
-    got, expected = (bad if side in ("got", "both") else good), (bad if side in ("expected", "both") else good)
+    got, expected = (bad, good) if side == "got" else (good, bad)
     error = relative_error(got, expected)
     assert not Comparison(tensor="x", error=error, bound=1e300).passed
+
+
+def test_what_is_not_finite_at_the_same_places_is_left_out_and_no_more() -> None:
+    nan, inf = np.nan, np.inf
+    assert relative_error(np.array([1.0, nan, inf]), np.array([1.0, nan, inf])) == 0.0
+    assert relative_error(np.array([1.1, nan, 0.0]), np.array([1.0, nan, 0.0])) == pytest.approx(0.1)
+    assert relative_error(np.array([1.0, nan, 2.0]), np.array([1.0, 2.0, nan])) == inf
+    assert relative_error(np.array([1.0, inf]), np.array([1.0, -inf])) == inf
+    assert relative_error(np.array([1.0, inf]), np.array([1.0, nan])) == inf
+
+
+def test_nothing_finite_and_nothing_at_all_are_no_comparison() -> None:
+    assert relative_error(np.full(3, np.nan), np.full(3, np.nan)) == np.inf
+    assert relative_error(np.zeros((0, 3)), np.zeros((0, 3))) == np.inf
 
 
 def test_another_shape_never_passes_even_where_it_would_broadcast() -> None:
@@ -41,15 +55,15 @@ def test_a_nan_error_fails_whatever_the_bound() -> None:
 
 
 def test_nothing_compared_is_not_a_pass() -> None:
-    assert not Rung.of("empty", "float64", []).passed
+    assert not section("empty", "float64", "rule", []).passed
     assert NOTHING_COMPARED.share == 0.0
 
 
 def test_the_worst_is_measured_by_its_bound() -> None:
     near, far = Comparison(tensor="near", error=9.0, bound=10.0), Comparison(tensor="far", error=50.0, bound=1000.0)
     broken = Comparison(tensor="broken", error=1e-9, bound=0.0)
-    assert Rung.of("r", "p", [far, near]).worst == near
-    judged = Rung.of("r", "p", [far, near, broken])
+    assert section("s", "p", "r", [far, near]).worst == near
+    judged = section("s", "p", "r", [far, near, broken])
     assert judged.worst == broken
     assert judged.failures == (broken,)
     assert not judged.passed
