@@ -158,6 +158,10 @@ class Pair:
     module types and equal names; a WeightMapping is taken as it is."""
     modules: Sequence[tuple[str, str]] = ()
     """Patterns of module names where they differ, reference first: `("blocks.{i}.attn", "layers.{i}.attention")`."""
+    layouts: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    """Patterns of the reference's module names -> the order of axes that takes their arrays to the port's:
+    `{"blocks.{i}": (0, 2, 3, 1)}` where the port keeps channels last. The frameworks' own convolutions and norms are
+    known. What the model itself is given and returns, `Side.call` brings into one order."""
     part: str = ""
     """The reference's submodule that the port is a port of, where only half of a port exists. The reference is run
     whole; what its submodule was given is given to both."""
