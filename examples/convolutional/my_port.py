@@ -6,9 +6,9 @@ All modules bear the same names, so there is no table. Only the axes differ: the
 from collections.abc import Mapping
 from typing import Any
 
-import model_flax
 import numpy as np
 import optax
+import resnet_flax
 from flax import nnx
 
 import parity
@@ -21,9 +21,9 @@ def inputs(seed: int) -> dict[str, np.ndarray]:
 
 
 def build_reference() -> Any:
-    import model_torch
+    import resnet_torch
 
-    return model_torch.ResNet()
+    return resnet_torch.ResNet()
 
 
 def reference_loss(scores: Any, inputs: Mapping[str, Any]) -> Any:
@@ -44,7 +44,7 @@ def pair() -> parity.Pair:
             build=build_reference, call=lambda model, inputs: model(inputs["images"]), loss=reference_loss
         ),
         port=parity.Side(
-            build=lambda: model_flax.ResNet(rngs=nnx.Rngs(0)),
+            build=lambda: resnet_flax.ResNet(rngs=nnx.Rngs(0)),
             call=lambda model, inputs: model(inputs["images"].transpose(0, 2, 3, 1)),
             loss=port_loss,
         ),

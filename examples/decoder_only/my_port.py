@@ -7,8 +7,8 @@ machine without it.
 from collections.abc import Mapping
 from typing import Any
 
+import decoder_flax
 import jax.numpy as jnp
-import model_flax
 import numpy as np
 import optax
 from flax import nnx
@@ -27,9 +27,9 @@ def inputs(seed: int) -> dict[str, np.ndarray]:
 
 
 def build_reference() -> Any:
-    import model_torch
+    import decoder_torch
 
-    return model_torch.LanguageModel()
+    return decoder_torch.LanguageModel()
 
 
 def reference_loss(logits: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -60,7 +60,7 @@ def pair() -> parity.Pair:
         name="decoder-only language model",
         reference=parity.Side(build=build_reference, loss=reference_loss, optimizer=reference_optimizer),
         port=parity.Side(
-            build=lambda: model_flax.LanguageModel(rngs=nnx.Rngs(0)),
+            build=lambda: decoder_flax.LanguageModel(rngs=nnx.Rngs(0)),
             loss=port_loss,
             optimizer=optax.adamw(1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1),
         ),

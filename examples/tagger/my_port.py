@@ -6,17 +6,17 @@ which the report names; everything that should hold in spite of it is compared.
 
 from typing import Any
 
-import model_flax
 import numpy as np
+import tagger_flax
 from flax import nnx
 
 import parity
 
 
 def build_reference() -> Any:
-    import model_torch
+    import tagger_torch
 
-    return model_torch.Tagger()
+    return tagger_torch.Tagger()
 
 
 def pair() -> parity.Pair:
@@ -24,6 +24,6 @@ def pair() -> parity.Pair:
     return parity.Pair(
         name="recurrent tagger",
         reference=build_reference,
-        port=lambda: model_flax.Tagger(rngs=nnx.Rngs(0)),
+        port=lambda: tagger_flax.Tagger(rngs=nnx.Rngs(0)),
         inputs=lambda seed: {"ids": np.random.default_rng(seed).integers(0, 41, (3, 8))},
     )
