@@ -111,7 +111,9 @@ def record(
     seed: int = 0,
     modules: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATTERN ...")] = ("*",),
     draws: int | None = None,
+    hard: bool = True,
     module: str = "",
+    overwrite: bool = False,
 ) -> int:
     """Run the reference once and keep what `check --against` needs: inputs, weights, outputs, loss, gradients.
 
@@ -123,7 +125,9 @@ def record(
         seed: Of random weights and inputs.
         modules: Modules whose inputs and outputs are kept, such as `--modules 'encoder.*'`. All by default.
         draws: Further float32 runs of the reference, by which a tensor beyond its bound is judged. 8 by default.
+        hard: Keep the runs on hard inputs too. Each is as large as a batch's.
         module: The reference's submodule that the port is a port of (Pair.part).
+        overwrite: Replace what is there.
     """
     if preset is not None and golden is None:
         port_file, golden = None, port_file
@@ -131,18 +135,23 @@ def record(
         raise UsageError("expected a file to write, got none: python -m parity record MY_PORT.PY GOLDEN")
     if draws is not None and draws < 0:
         raise UsageError(f"--draws: expected at least 0, got {draws}")
-    console = _console()
+    console, sizes = _console(), dict[str, int]()
     with _failures(console) as failed:
         pair, _ = _asked(port_file, preset, None, assignments, seed=seed, module=module, against=None)
-        from parity import golden as files
+        from parity.golden import GoldenError
+        from parity.record import record as record_pair
         from parity.tolerances import FLOAT32_DRAWS
 
-        sizes = files.record(pair, golden, seed=seed, modules=modules, draws=FLOAT32_DRAWS if draws is None else draws)
+        draws = FLOAT32_DRAWS if draws is None else draws
+        try:
+            sizes = record_pair(pair, golden, seed=seed, modules=modules, draws=draws, hard=hard, overwrite=overwrite)
+        except (GoldenError, OSError) as error:
+            raise UsageError(str(error)) from error
     if failed:
         return 3
     for part, size in sizes.items():
-        console.print(f"{part:<42} {size:>15,} bytes", highlight=False)
-    console.print(f"Written: {golden}", soft_wrap=True, highlight=False)
+        console.print(f"{part:<48}{size:>16,} bytes", highlight=False)
+    console.print(f"Written: {golden}, {golden.stat().st_size:,} bytes", soft_wrap=True, highlight=False)
     return 0
 
 
@@ -350,7 +359,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line and runs the command."""
     # Orbax remarks on every params folder that is read by itself; what fails, it raises.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    commands = {"check": check, "record": record, "selftest": selftest, "convert": convert}
+    commands: dict[str, Callable[..., int]] = {
+        "check": check,
+        "record": record,
+        "selftest": selftest,
+        "convert": convert,
+    }
     try:
         return tyro.extras.subcommand_cli_from_dict(commands, prog="python -m parity", args=arguments)
     except UsageError as error:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -78,6 +78,8 @@ class Report:
     """Tensors whose float32 error was beyond twice the reference's, and was judged by further runs of the reference."""
     num_parameters: int
     seconds: float
+    golden: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What stood for the reference: its file, when and with which versions it was recorded; empty if it was alive."""
 
     def rung(self, name: str) -> Rung:
         """By its short name. Raises KeyError."""
@@ -143,6 +145,7 @@ def check(
         redrawn=tuple(sorted(runs.redrawn)),
         num_parameters=_num_parameters(runs),
         seconds=time.perf_counter() - started,
+        golden={} if golden is None else golden.recorded,
     )
 
 

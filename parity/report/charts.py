@@ -59,8 +59,10 @@ SERIES = (
 )
 BOUNDS: tuple[Callable[[Point], float | None], ...] = (lambda p: p.exact_bound, lambda p: p.bound)
 
-TOP, HEIGHT, LABELS = 34, 260, 128
-"""Pixels: the lane above, the plot, the names below it."""
+TOP, HEIGHT = 34, 260
+"""Pixels: the lane of what is not finite, the plot."""
+LONGEST = 24
+"""Characters of a name below the plot; of a longer one, its end."""
 
 
 def depth_chart(points: Sequence[Point]) -> Markup:
@@ -78,6 +80,8 @@ def depth_chart(points: Sequence[Point]) -> Markup:
             if value is not None
         ]
     body += _names(points)
+    # Names slant: they need the sine of their length below the plot.
+    below = 30 + 4.9 * min(LONGEST, max(len(point.name) for point in points))
     width = max(320, 8 * len(points))
     return Markup(
         '<svg class="depth" role="img" aria-label="Error against depth: {} module outputs, from {} to {}" '
@@ -86,7 +90,7 @@ def depth_chart(points: Sequence[Point]) -> Markup:
         len(points),
         points[0].name,
         points[-1].name,
-        TOP + HEIGHT + LABELS,
+        round(TOP + HEIGHT + below),
         width,
         Markup("").join(body),
     )
@@ -125,16 +129,15 @@ def gradient_axis(scale: Scale) -> Markup:
 
 
 def meter(error: float, bound: float) -> Markup:
-    """How near to its bound: a bar on a logarithmic scale, from a millionth of the bound up to it."""
+    """How much of its bound an error used: a bar that is full at the bound."""
     share = 0.0 if error == 0.0 else error / bound if bound > 0.0 else math.inf
-    passed = share <= 1.0
-    filled = 0.0 if share == 0.0 else min(max((math.log10(share) + 6.0) / 6.0, 0.02), 1.0) if share < math.inf else 1.0
+    filled = 0.0 if share == 0.0 else min(max(share, 0.02), 1.0) if share < math.inf else 1.0
     told = f"error {error:.1e}, bound {bound:.1e}"
     return Markup(
         '<svg class="meter" width="100%" height="8" role="img" aria-label="{0}"><title>{0}</title>'
         '<rect class="rail" width="100%" height="8" rx="4"/>'
         '<rect class="{1}" width="{2:.1f}%" height="8" rx="4"/></svg>'
-    ).format(told, "ok" if passed else "fail", 100.0 * filled)
+    ).format(told, "ok" if share <= 1.0 else "fail", 100.0 * filled)
 
 
 def _across(i: int, count: int) -> float:
@@ -203,7 +206,7 @@ def _names(points: Sequence[Point]) -> Iterator[Markup]:
     step = max(1, math.ceil(len(points) / SHOWN_LABELS))
     for i in range(0, len(points), step):
         name = points[i].name
-        short = name if len(name) <= 21 else "…" + name[-20:]
+        short = name if len(name) <= LONGEST else "…" + name[1 - LONGEST :]
         yield Markup(
             '<svg x="{:.3f}%" y="{}" overflow="visible"><text class="name" transform="rotate(-52)" text-anchor="end">'
             "{}<title>{}</title></text></svg>"

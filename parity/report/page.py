@@ -13,8 +13,6 @@ from parity.report.series import number
 Document = Mapping[str, Any]
 
 STATUS_WORDS = {"passed": "ok", "failed": "fail", "skipped": "not compared", "not reached": "not reached"}
-POWERS = 6
-"""Decades below its bound at which an error's bar is empty."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -55,6 +53,7 @@ def to_html(document: Document) -> str:
         all_series=charts.SERIES,
         gradients=[(point, charts.gradient_row(point, scale)) for point in gradients],
         gradient_axis=charts.gradient_axis(scale),
+        first_failed=next((rung["number"] for rung in document["rungs"] if rung["status"] == "failed"), None),
         meters={rung["number"]: _meter(rung) for rung in document["rungs"]},
         tree=_tree(document["tree"]),
         notes=[(rung, note) for rung in document["rungs"] for note in rung["notes"]],

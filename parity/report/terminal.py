@@ -30,7 +30,7 @@ SHOWN = 5
 
 def show(report: Report, *, console: Console) -> None:
     """Prints the table, the notes, the first difference with its diagnosis, the rules of the bounds, the verdict."""
-    console.print(_table(report))
+    console.print(_table(report, wide=console.width >= 118))
     for title, lines in _blocks(report):
         console.print(Text(title, style="bold"))
         for line in lines:
@@ -43,11 +43,11 @@ def show(report: Report, *, console: Console) -> None:
     console.print(line.append(f" comparisons, {report.seconds:.0f} s."))
 
 
-def _table(report: Report) -> Table:
+def _table(report: Report, *, wide: bool) -> Table:
     title = f"Parity of {report.name}, {report.num_parameters:,} parameters"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_style="bold", pad_edge=False, collapse_padding=True)
     table.add_column("", justify="right")
-    table.add_column("rung", max_width=26)
+    table.add_column("rung", max_width=None if wide else 27)
     table.add_column("status", no_wrap=True)
     table.add_column("compared", justify="right", no_wrap=True)
     table.add_column("nearest to its bound", overflow="fold")
