@@ -65,8 +65,9 @@ class Side:
     call_with_dropout: Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Any] | None = None
     """`call` in training mode with masks handed in, by site. None: the harness puts them into the framework's Dropout
     modules."""
-    dropout_rates: Mapping[str, float] | None = None
-    """Share of zeros at each site, for whoever draws masks itself. None: read off the framework's Dropout modules."""
+    dropout_rates: Callable[[Any, Mapping[str, Any]], Mapping[str, float]] | None = None
+    """(module, inputs) -> the share of zeros at each site, for whoever draws masks itself. None: read off the
+    framework's Dropout modules."""
     initial: Callable[[int], Mapping[str, Any]] | None = None
     """(seed) -> freshly drawn parameters by name. None: the builder is called again and again, where seeds reach it
     (torch's global one does; a parameter called `rngs` or `seed` does; a seed fixed inside does not)."""

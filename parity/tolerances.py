@@ -108,7 +108,10 @@ TRAJECTORY_PARAMETERS = 1e-10
 larger, of the largest changes. Adam divides a gradient by its own size, so a small one with a relative error of 1e-12
 moves its parameter by as much as any other; errors are in proportion to the steps, not to the parameter."""
 
-SCHEDULE_RULE = f"relative difference: at most {FLOAT64_RELATIVE:.0e}, or {FLOAT32_SCHEDULE:.1e} for a rate that is computed in float32"
+SCHEDULE_RULE = (
+    f"relative difference: at most {FLOAT64_RELATIVE:.0e}, "
+    f"or {FLOAT32_SCHEDULE:.1e} for a rate that is computed in float32"
+)
 UPDATE_RULE = (
     f"relative difference: at most {FLOAT64_RELATIVE:.0e}, beside the rounding of the parameter it is added to"
 )
@@ -130,5 +133,5 @@ def updated(weight: float, update: float) -> float:
 
 
 def trained_apart(way: float, steps: int, largest: float) -> float:
-    """How far two parameters may be from each other after `steps` that summed up to `way`; `largest` is the parameter."""
+    """How far two parameters may be apart after `steps` that sum up to `way`; `largest` is the parameter's own size."""
     return TRAJECTORY_PARAMETERS * way + steps * float(np.finfo(np.float64).eps) * largest

@@ -3,36 +3,54 @@
 Deleting it leaves a working tool.
 """
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
+import flax_transformer
 import torch_reference
 from flax_transformer.decoding import greedy as jax_greedy
-from flax_transformer.parameters import abstract_model
-from parity.pair import Inputs, Pair, Precision, Side
+from flax_transformer.parameters import abstract_model, initial_parameters, parameters, with_parameters
+from parity.compilation import jit
+from parity.pair import Inputs, Pair, Precision, Side, Training
 from parity.weights.twins import twin_mapping
+from torch_reference import training as reference_training
 from torch_reference.decoding import greedy as torch_greedy
-from torch_reference.training import label_smoothed_cross_entropy as torch_loss
 from train.batching import encode_text, evaluation_batches, plan_buckets
-from train.config import BatchConfig
+from train.config import BatchConfig, OptimizerConfig
 from train.corpus import ParallelText, load_corpus
-from train.loss import label_smoothed_cross_entropy as jax_loss
+from train.loss import label_smoothed_cross_entropy
+from train.schedule import noam_schedule
+from train.state import TrainState, make_adam, make_clipping, make_optimizer
+from train.step import Arrays, make_update
 from train.translate import TrainedRun, load_run
 from transformer_config import TransformerConfig
 
 LABEL_SMOOTHING = 0.1
 """The paper's (5.4)."""
 
+OPTIMIZER = OptimizerConfig(warmup_steps=40)
+"""With a warm-up short enough that the steps of a trajectory move the parameters, and see both sides of it."""
+
 DECODED_LEN = 12
 """Pieces that both decoders may give."""
 
 
 def twin_pair(
-    config: TransformerConfig, *, weights: Mapping[str, np.ndarray], batches: tuple[Inputs, ...], name: str
+    config: TransformerConfig,
+    *,
+    weights: Mapping[str, np.ndarray],
+    batches: Sequence[Inputs] | Callable[[int], Inputs],
+    name: str,
+    optimizer: OptimizerConfig = OPTIMIZER,
+    smoothing: float = LABEL_SMOOTHING,
 ) -> Pair:
     """The torch reference and the Flax twin with `weights`, by the names of the torch reference.
 
@@ -40,51 +58,205 @@ def twin_pair(
     """
     if config.attention == "library":
         raise ValueError("expected attention='plain' or 'blockwise' for a parity check, got 'library'")
-
-    def in_precision(precision: Precision) -> TransformerConfig:
-        # In bfloat16 the model computes, its parameters stay float32.
-        param_dtype = "float64" if precision == "float64" else "float32"
-        return config.replace(dtype=precision, param_dtype=param_dtype)
-
-    def call(module: Any, inputs: Mapping[str, Any]) -> Any:
-        return module(inputs["src"], inputs["tgt_in"])
-
-    def reference_loss(logits: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
-        sums = torch_loss(logits, inputs["tgt_out"], smoothing=LABEL_SMOOTHING, pad_id=config.pad_id)
-        return sums.loss, sums.num_tokens
-
-    def port_loss(logits: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
-        sums = jax_loss(logits, inputs["tgt_out"], smoothing=LABEL_SMOOTHING, pad_id=config.pad_id)
-        return sums.loss, sums.num_tokens
-
-    decoded_len = min(DECODED_LEN, config.sequence_limit or DECODED_LEN)
+    warmup = optimizer.warmup_steps
+    around = (1, 2, warmup - 1, warmup, warmup + 1, 2 * warmup, 100_000)
     return Pair(
         name=name,
-        reference=Side(
-            build=lambda precision: torch_reference.Transformer(
-                in_precision(precision), generator=torch.Generator().manual_seed(0)
-            ),
-            call=call,
-            loss=reference_loss,
-            decode=lambda module, inputs: torch_greedy(module, inputs["src"], max_len=decoded_len),
-        ),
-        port=Side(
-            build=lambda precision: abstract_model(in_precision(precision)),
-            call=call,
-            loss=port_loss,
-            decode=lambda module, inputs: jax_greedy(module, inputs["src"], max_len=decoded_len),
-        ),
+        reference=_reference_side(config, optimizer, smoothing=smoothing),
+        port=_port_side(config, optimizer, smoothing=smoothing),
         weights=weights,
         mapping=twin_mapping(tied=config.tie_embeddings == "all"),
         inputs=batches,
         adversarial=lambda seed: hard_batches(config, seed=seed),
+        schedule_steps=tuple(step for step in dict.fromkeys(around) if step >= 1),
     )
 
 
+def _reference_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float) -> Side:
+    options = reference_training.TrainingOptions(**dataclasses.asdict(optimizer), label_smoothing=smoothing)
+    noam: dict[str, Any] = {
+        "d_model": config.d_model,
+        "warmup_steps": optimizer.warmup_steps,
+        "factor": optimizer.noam_factor,
+    }
+    sites = _Sites(config, _reference_sites)
+
+    def build(precision: Precision, seed: int = 0) -> torch_reference.Transformer:
+        return torch_reference.Transformer(
+            _in_precision(config, precision), generator=torch.Generator().manual_seed(seed)
+        )
+
+    def loss(logits: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
+        sums = reference_training.label_smoothed_cross_entropy(
+            logits, inputs["tgt_out"], smoothing=smoothing, pad_id=config.pad_id
+        )
+        return sums.loss, sums.num_tokens
+
+    def clip(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        parameters = {name: torch.nn.Parameter(torch.zeros_like(gradient)) for name, gradient in gradients.items()}
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name].clone()
+        reference_training.clip_by_global_norm(parameters.values(), optimizer.clip_norm)
+        return {name: cast(torch.Tensor, parameter.grad) for name, parameter in parameters.items()}
+
+    def step(state: Any, inputs: Mapping[str, Any], masks: Mapping[str, Any]) -> tuple[Any, float]:
+        batch = reference_training.Batch(inputs["src"], inputs["tgt_in"], inputs["tgt_out"])
+        dropout = [torch_reference.DropoutMasks(masks)]
+        return state, reference_training.train_step(state, [batch], options, dropout=dropout).loss
+
+    return Side(
+        build=build,
+        call=lambda module, inputs: module(inputs["src"], inputs["tgt_in"]),
+        loss=loss,
+        draw_dropout=lambda module, inputs, seed: sites.draw(inputs, torch_reference.DropoutSeed(seed)),
+        dropout_rates=lambda module, inputs: sites.rates(inputs),
+        call_with_dropout=lambda module, inputs, masks: module(
+            inputs["src"], inputs["tgt_in"], dropout=torch_reference.DropoutMasks(masks)
+        ),
+        clip=clip,
+        optimizer=lambda parameters: reference_training.adam(parameters, options),
+        schedule=lambda step: reference_training.noam_lr(step, **noam),
+        training=Training(
+            start=lambda module: reference_training.initial_state(module, options),
+            step=step,
+            parameters=lambda state: dict(state.model.named_parameters()),
+        ),
+        decode=lambda module, inputs: torch_greedy(module, inputs["src"], max_len=_decoded_len(config)),
+    )
+
+
+def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float) -> Side:
+    clipping = make_clipping(optimizer)
+    noam = noam_schedule(d_model=config.d_model, warmup_steps=optimizer.warmup_steps, factor=optimizer.noam_factor)
+    # When it is first called: a float64 model is only made where float64 is switched on.
+    update = functools.cache(
+        lambda: jit(make_update(_in_precision(config, "float64"), optimizer, smoothing=smoothing), precision="float64")
+    )
+    sites = _Sites(config, _port_sites)
+    draw = jax.jit(lambda key, inputs: sites.draw(inputs, flax_transformer.DropoutKey(key)))
+
+    def loss(logits: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
+        sums = label_smoothed_cross_entropy(logits, inputs["tgt_out"], smoothing=smoothing, pad_id=config.pad_id)
+        return sums.loss, sums.num_tokens
+
+    def start(model: Any) -> TrainState:
+        params = parameters(model)
+        return TrainState(
+            jnp.zeros((), jnp.int32), params, make_optimizer(optimizer, d_model=config.d_model).init(params)
+        )
+
+    def step(state: TrainState, inputs: Mapping[str, Any], masks: Mapping[str, Any]) -> tuple[TrainState, Any]:
+        batch = Arrays(inputs["src"], inputs["tgt_in"], inputs["tgt_out"])
+        state, metrics = update()(state, batch, flax_transformer.DropoutMasks(masks))
+        return state, metrics.loss
+
+    return Side(
+        build=lambda precision: abstract_model(_in_precision(config, precision)),
+        call=lambda module, inputs: module(inputs["src"], inputs["tgt_in"]),
+        loss=loss,
+        draw_dropout=lambda module, inputs, seed: draw(jax.random.key(seed), dict(inputs)),
+        dropout_rates=lambda module, inputs: sites.rates(inputs),
+        call_with_dropout=lambda module, inputs, masks: module(
+            inputs["src"], inputs["tgt_in"], dropout=flax_transformer.DropoutMasks(masks)
+        ),
+        initial=lambda seed: initial_parameters(_in_precision(config, "float32"), jax.random.key(seed)),
+        clip=lambda gradients: clipping.update(gradients, clipping.init(gradients))[0],
+        optimizer=make_adam(optimizer, 1.0),
+        schedule=lambda step: noam(step - 1),
+        training=Training(start=start, step=step, parameters=lambda state: state.params),
+        decode=lambda module, inputs: jax_greedy(module, inputs["src"], max_len=_decoded_len(config)),
+    )
+
+
+class _Sites:
+    """Where a twin draws dropout masks for inputs of one shape: how it comes to each site, its shape and its rate."""
+
+    def __init__(self, config: TransformerConfig, visit: Callable[..., None]):
+        # Attention in blocks draws tiles, and checkpointing calls everything twice; the sites are the same.
+        self.config = config.replace(attention="plain", gradient_checkpointing=False)
+        self.visit = visit
+        self._known: dict[Any, dict[str, _Site]] = {}
+
+    def of(self, inputs: Mapping[str, Any]) -> dict[str, "_Site"]:
+        """By name; the twin is run once for it."""
+        shapes = tuple(tuple(inputs[name].shape) for name in ("src", "tgt_in"))
+        if shapes not in self._known:
+            recorder = _RecordedSites({})
+            self.visit(self.config, shapes, recorder)
+            self._known[shapes] = recorder.sites
+        return self._known[shapes]
+
+    def draw(self, inputs: Mapping[str, Any], source: Any) -> dict[str, Any]:
+        """Every site's mask, by asking `source` for it in the way in which the twin does."""
+        masks = {}
+        for name, site in self.of(inputs).items():
+            at = source
+            for part in site.path:
+                at = at.at(part)
+            masks[name] = at.keep(site.shape, rate=site.rate)
+        return masks
+
+    def rates(self, inputs: Mapping[str, Any]) -> dict[str, float]:
+        """Share of zeros at each site."""
+        return {name: site.rate for name, site in self.of(inputs).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Site:
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    rate: float
+
+
+class _RecordedSites:
+    """A DropoutSource of both twins that keeps everything and remembers where it was asked."""
+
+    def __init__(self, sites: dict[str, _Site], path: tuple[str, ...] = ()):
+        self.sites, self.path = sites, path
+
+    def at(self, name: str) -> "_RecordedSites":
+        return _RecordedSites(self.sites, (*self.path, name))
+
+    def keep(self, shape: tuple[int, ...], *, rate: float, device: Any = None) -> None:
+        name = ".".join(self.path)
+        if name in self.sites:
+            raise ValueError(f"expected one dropout mask for {name}, got a second")
+        self.sites[name] = _Site(self.path, tuple(shape), rate)
+
+    def keep_tile(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("expected plain attention")
+
+
+def _reference_sites(config: TransformerConfig, shapes: tuple[tuple[int, ...], ...], recorder: _RecordedSites) -> None:
+    module = torch_reference.Transformer(config, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        module(*(torch.full(shape, config.eos_id, dtype=torch.int32) for shape in shapes), dropout=recorder)
+
+
+def _port_sites(config: TransformerConfig, shapes: tuple[tuple[int, ...], ...], recorder: _RecordedSites) -> None:
+    model = abstract_model(config)
+    ids = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    jax.eval_shape(
+        lambda params, src, tgt: with_parameters(model, params)(src, tgt, dropout=recorder), parameters(model), *ids
+    )
+
+
+def _in_precision(config: TransformerConfig, precision: Precision) -> TransformerConfig:
+    # In bfloat16 the model computes, its parameters stay float32.
+    return config.replace(dtype=precision, param_dtype="float64" if precision == "float64" else "float32")
+
+
+def _decoded_len(config: TransformerConfig) -> int:
+    return min(DECODED_LEN, config.sequence_limit or DECODED_LEN)
+
+
 def preset_pair(config: TransformerConfig, *, seed: int = 0, name: str = "twins") -> Pair:
-    """Seeded random weights in torch, and one seeded random batch with padding."""
+    """Seeded random weights in torch, and seeded random batches with padding."""
     return twin_pair(
-        config, weights=random_weights(config, seed=seed), batches=(random_batch(config, seed=seed),), name=name
+        config,
+        weights=random_weights(config, seed=seed),
+        batches=lambda further: random_batch(config, seed=seed + further),
+        name=name,
     )
 
 
@@ -103,7 +275,14 @@ def checkpoint_pair(run: Path, *, pairs: int = 24) -> Pair:
     # To float32 every narrower dtype goes exactly; a float64 weight is rounded, for both sides alike.
     params = {name: np.asarray(array).astype(np.float32) for name, array in trained.params.items()}
     weights = twin_mapping(tied=config.tie_embeddings == "all").inverse().apply(params)
-    return twin_pair(config, weights=weights, batches=_real_batches(trained, pairs=pairs), name=name)
+    return twin_pair(
+        config,
+        weights=weights,
+        batches=_real_batches(trained, pairs=pairs),
+        name=name,
+        optimizer=trained.config.optimizer,
+        smoothing=trained.config.label_smoothing,
+    )
 
 
 def random_weights(config: TransformerConfig, *, seed: int) -> dict[str, np.ndarray]:

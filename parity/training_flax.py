@@ -1,0 +1,85 @@
+"""The port's clipping, optimizer and training step, on numpy arrays by name, in float64."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from parity.capture_flax import FlaxRunner
+from parity.compilation import jit
+from parity.pair import Inputs, Masks, Training
+
+MOMENTS: Mapping[str, tuple[str, ...]] = {
+    "exp_avg": ("mu",),
+    "momentum_buffer": ("trace",),
+    "exp_avg_sq": ("nu",),
+    "max_exp_avg_sq": ("nu_max",),
+    "square_avg": ("nu",),
+}
+"""What torch calls it, and what the fields of optax's states are called."""
+
+
+def clipped(runner: FlaxRunner, gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the port's clipping makes of these gradients."""
+    assert runner.side.clip is not None
+    with runner.numerics():
+        arrays = runner.side.clip({name: jnp.asarray(array) for name, array in gradients.items()})
+        return {name: np.asarray(array) for name, array in arrays.items()}
+
+
+class OptaxOptimizer:
+    """The port's optimizer. Raises TypeError if it is no optax.GradientTransformation."""
+
+    def __init__(self, runner: FlaxRunner, transformation: Any, weights: Mapping[str, np.ndarray]):
+        if not hasattr(transformation, "init") or not hasattr(transformation, "update"):
+            raise TypeError(f"expected an optax.GradientTransformation from the port's side, got {transformation!r}")
+        self.runner = runner
+        self._update = jit(transformation.update, precision="float64")
+        with runner.numerics():
+            self.state = transformation.init({name: jnp.asarray(array) for name, array in weights.items()})
+
+    def update(
+        self, gradients: Mapping[str, np.ndarray], *, weights: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """What one step adds to these weights, at the optimizer's own learning rate."""
+        with self.runner.numerics():
+            updates, self.state = self._update(
+                {name: jnp.asarray(gradients[name]) for name in weights},
+                self.state,
+                {name: jnp.asarray(array) for name, array in weights.items()},
+            )
+            return {name: np.asarray(array) for name, array in updates.items()}
+
+    def moments(self, called: str) -> dict[str, np.ndarray] | None:
+        """Those that torch calls so, by parameter; None if the state has no such field, or several."""
+        for field in MOMENTS[called]:
+            found = [value for _, value in optax.tree.get_all_with_path(self.state, field) if isinstance(value, dict)]
+            if len(found) == 1:
+                return {name: np.asarray(array) for name, array in found[0].items()}
+        return None
+
+
+class FlaxTraining:
+    """The port, trained by its own training step."""
+
+    def __init__(self, runner: FlaxRunner, training: Training, weights: Mapping[str, np.ndarray]):
+        self.runner, self.training = runner, training
+        with runner.numerics():
+            model = runner.merged(runner.cast(weights))
+            model.train()
+            self.state = training.start(model)
+
+    def step(self, inputs: Inputs, masks: Masks) -> float:
+        """Takes a step; the loss before it."""
+        with self.runner.numerics():
+            arrays = {site: jnp.asarray(mask) for site, mask in masks.items()}
+            self.state, loss = self.training.step(self.state, self.runner.inputs(inputs), arrays)
+            return float(loss)
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """As they are now, in float64."""
+        with self.runner.numerics():
+            # Copies: a step may give up the memory of the state that goes in.
+            return {name: np.array(p, np.float64) for name, p in self.training.parameters(self.state).items()}

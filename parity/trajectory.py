@@ -1,0 +1,248 @@
+"""Both sides trained side by side, in float64, on the same batches with the same dropout masks."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from parity import training
+from parity.compare import norm
+from parity.pair import Inputs, Masks, Side
+from parity.rungs import NotComparedError
+from parity.runs import Runs
+from parity.tolerances import trained_apart, zero_noise
+from parity.training import Trained
+
+Tensors = Mapping[str, np.ndarray]
+
+
+class Trainer(Protocol):
+    """One side in training."""
+
+    def step(self, inputs: Inputs, masks: Masks) -> float:
+        """Takes a step; the loss before it."""
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """The trained ones by the side's own names, as they are now."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Trajectory:
+    """What was seen after each step; lists have one entry a step."""
+
+    losses: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    """Of the reference and of the port, before the step."""
+    rates: list[float] = dataclasses.field(default_factory=list)
+    """Learning rates of the reference; NaN where they are not known."""
+    largest_changes: list[float] = dataclasses.field(default_factory=list)
+    """Of any parameter of the reference."""
+    distances: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    """Largest difference between the two, by the port's names."""
+    sizes: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Largest absolute value of each parameter."""
+    unchanged: dict[str, list[int]] = dataclasses.field(default_factory=lambda: {"reference": [], "port": []})
+    """Steps after which no parameter of that side had another value."""
+    zero: frozenset[str] = frozenset()
+    """Parameters whose true gradient is zero."""
+    held: frozenset[str] = frozenset()
+    """The reference's parameters that were held still: the port has only their sum with others."""
+
+    @property
+    def summed_rates(self) -> list[float]:
+        """Sum of the learning rates up to each step, or of the largest changes where the rates are not known."""
+        rates = np.array(self.rates)
+        return [float(x) for x in np.cumsum(np.where(np.isnan(rates), self.largest_changes, rates))]
+
+    @property
+    def ways(self) -> list[float]:
+        """How far parameters went up to each step: the larger of the sums of rates and of largest changes."""
+        return [float(x) for x in np.maximum(self.summed_rates, np.cumsum(self.largest_changes))]
+
+    def bounds(self, name: str) -> list[float]:
+        """For the distance of a parameter after each step."""
+        return [trained_apart(way, i + 1, self.sizes[name]) for i, way in enumerate(self.ways)]
+
+
+def train_both(runs: Runs, *, num_steps: int) -> Trajectory:
+    """Trains both for so many steps from the pair's weights.
+
+    Raises NotComparedError if a side brings neither a training step of its own nor an optimizer.
+    """
+    if not hasattr(runs, "draw_masks"):  # being built
+        raise NotComparedError("being built")
+    names = training.trained(runs, max_elements=None)
+    reference, port = _reference(runs, names), _port(runs, names)
+    found = Trajectory(held=names.second_of_two())
+    before, before_there = reference.parameters(), port.parameters()
+    for step in range(1, num_steps + 1):
+        inputs = training.batch_of(runs, step)
+        masks = runs.draw_masks(inputs, seed=runs.seed + step)
+        if step == 1:
+            found.zero = _zero(runs, inputs, masks, names)
+        found.losses.append((reference.step(inputs, masks), port.step(inputs, masks)))
+        after, after_there = reference.parameters(), port.parameters()
+        found.rates.append(_rate(runs, reference, step))
+        found.largest_changes.append(max(_distance(after[name], before[name]) for name in after))
+        for side, old, new in (("reference", before, after), ("port", before_there, after_there)):
+            if digest(old) == digest(new):
+                found.unchanged[side].append(step)
+        _measure(found, names.in_port_layout(after, kind="value"), after_there)
+        before, before_there = after, after_there
+    return found
+
+
+def digest(parameters: Tensors) -> str:
+    """Of every bit of every parameter: a step that is dropped on the way leaves it as it was (P25)."""
+    whole = hashlib.blake2b()
+    for name in sorted(parameters):
+        whole.update(name.encode())
+        whole.update(np.ascontiguousarray(parameters[name]).data)
+    return whole.hexdigest()
+
+
+class Composed:
+    """A side trained by what it brings: gradients of its loss, its clipping, its optimizer, its schedule."""
+
+    def __init__(self, runs: Runs, side: Side, weights: Tensors, names: frozenset[str]):
+        self.runs, self.side, self.names = runs, side, names
+        self.weights = {name: array.astype(np.float64) for name, array in weights.items()}
+        self.number = 0
+
+    def step(self, inputs: Inputs, masks: Masks) -> float:
+        """One forward and backward pass in training mode, then clipping, then the optimizer."""
+        self.number += 1
+        trace = self._trace(inputs, masks)
+        gradients = {name: trace.gradients[name] for name in self.names}
+        if self.side.clip is not None:
+            gradients = self._clipped(gradients)
+        rate = 1.0 if self.side.schedule is None else float(np.asarray(self._scheduled()))
+        self._optimize(gradients, rate)
+        moved = {name: array for name, array in trace.buffers.items() if name in self.weights}
+        self.weights |= {name: array.astype(np.float64) for name, array in moved.items()}
+        return float(trace.loss)
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """As they are now."""
+        return {name: self.weights[name] for name in self.names}
+
+    def _scheduled(self) -> Any:
+        assert self.side.schedule is not None
+        return self.side.schedule(self.number)
+
+    def _trace(self, inputs: Inputs, masks: Masks) -> Any:
+        raise NotImplementedError
+
+    def _clipped(self, gradients: Tensors) -> dict[str, np.ndarray]:
+        raise NotImplementedError
+
+    def _optimize(self, gradients: Tensors, rate: float) -> None:
+        raise NotImplementedError
+
+
+class ComposedReference(Composed):
+    """The reference; parameters in `held` keep their values."""
+
+    def __init__(self, runs: Runs, names: frozenset[str], held: frozenset[str]):
+        from parity import training_torch
+
+        super().__init__(runs, runs.pair.reference, runs.weights, names)
+        self.torch, self.held = training_torch, held
+        moving = {name: self.weights[name] for name in names if name not in held}
+        self.optimizer = training_torch.TorchOptimizer(self.side.optimizer, moving)
+
+    def _trace(self, inputs: Inputs, masks: Masks) -> Any:
+        return self.runs.run_reference(inputs, "float64", weights=self.weights, training=True, masks=masks)
+
+    def _clipped(self, gradients: Tensors) -> dict[str, np.ndarray]:
+        return self.torch.clipped(self.side, {n: g for n, g in gradients.items() if n not in self.held})
+
+    def _optimize(self, gradients: Tensors, rate: float) -> None:
+        self.optimizer.step({n: g for n, g in gradients.items() if n not in self.held}, rate=rate)
+        self.weights |= self.optimizer.weights()
+
+
+class ComposedPort(Composed):
+    """The port."""
+
+    def __init__(self, runs: Runs, names: frozenset[str]):
+        from parity import training_flax
+
+        super().__init__(runs, runs.pair.port, runs.port_weights, names)
+        self.flax, self.runner = training_flax, runs.port_runner("float64")
+        self.optimizer = training_flax.OptaxOptimizer(self.runner, self.side.optimizer, self.parameters())
+
+    def _trace(self, inputs: Inputs, masks: Masks) -> Any:
+        return self.runs.run_port(inputs, "float64", weights=self.weights, tap=False, training=True, masks=masks)
+
+    def _clipped(self, gradients: Tensors) -> dict[str, np.ndarray]:
+        return self.flax.clipped(self.runner, gradients)
+
+    def _scheduled(self) -> Any:
+        with self.runner.numerics():
+            return super()._scheduled()
+
+    def _optimize(self, gradients: Tensors, rate: float) -> None:
+        updates = self.optimizer.update(gradients, weights=self.parameters())
+        self.weights |= {name: self.weights[name] + rate * update for name, update in updates.items()}
+
+
+def _reference(runs: Runs, names: Trained) -> Any:
+    runs.live_reference()
+    side = runs.pair.reference
+    if side.training is not None:
+        from parity.training_torch import TorchTraining
+
+        return TorchTraining(side, side.training, runs.weights, held=names.second_of_two())
+    if side.optimizer is None:
+        raise NotComparedError("the reference's side brings neither a training step nor an optimizer")
+    return ComposedReference(runs, frozenset(names.shapes), names.second_of_two())
+
+
+def _port(runs: Runs, names: Trained) -> Any:
+    runner, side = runs.port_runner("float64"), runs.pair.port
+    if side.training is not None:
+        from parity.training_flax import FlaxTraining
+
+        return FlaxTraining(runner, side.training, runs.port_weights)
+    if side.optimizer is None:
+        raise NotComparedError("the port's side brings neither a training step nor an optimizer")
+    return ComposedPort(runs, frozenset(names.port_shapes))
+
+
+def _rate(runs: Runs, reference: Any, step: int) -> float:
+    schedule = runs.pair.reference.schedule
+    own = 1.0 if schedule is None else float(np.asarray(schedule(step)))
+    if isinstance(reference, ComposedReference):
+        return own * reference.optimizer.own_rate
+    return float("nan") if schedule is None else own
+
+
+def _zero(runs: Runs, inputs: Inputs, masks: Masks, names: Trained) -> frozenset[str]:
+    """The port's parameters whose gradient is rounding noise in training mode, at the first step."""
+    trace = runs.run_reference(inputs, "float64", training=True, masks=masks)
+    zero = set[str]()
+    for step in names.steps:
+        if not names.merges(step) and all(name in trace.summed for name in step.sources):
+            scale, gradient = step.apply(trace.summed), step.apply(trace.gradients, kind="gradient")
+            zero |= {n for n, g in gradient.items() if 0 < norm(g) <= zero_noise(norm(scale[n]), np.float64)}
+    return frozenset(zero)
+
+
+def _measure(found: Trajectory, expected: Tensors, got: Tensors) -> None:
+    for name in [*expected, *(name for name in got if name not in expected)]:
+        both = name in expected and name in got
+        distance = _distance(got[name], expected[name]) if both else float("inf")
+        found.distances.setdefault(name, []).append(distance)
+        if name in expected and expected[name].size:
+            found.sizes[name] = max(found.sizes.get(name, 0.0), float(np.abs(expected[name]).max()))
+        found.sizes.setdefault(name, 0.0)
+
+
+def _distance(got: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference of two elements; infinite for other shapes, and where one is not finite."""
+    if got.shape != expected.shape:
+        return float("inf")
+    largest = float(np.abs(got - expected).max(initial=0.0))
+    return largest if np.isfinite(largest) else float("inf")
