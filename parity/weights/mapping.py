@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from parity.weights.patterns import Bindings, Pattern, expand_choices
+from parity.weights.patterns import Bindings, Index, Pattern, expand_choices
 from parity.weights.problems import Candidates, HasSpec, MappingError, TensorSpec, compare_specs, quote, spec_of
 from parity.weights.rules import Kind, Op, bits_equal
 
@@ -46,6 +46,15 @@ class Rule:
                 )
         if len({name.rstrip("*") for name in common}) < len(common):
             raise ValueError(f"{self}: expected each placeholder with or without a star, got both: {sorted(common)}")
+        if self.ops:
+            self.check_counts()
+
+    def check_counts(self) -> None:
+        """Raises ValueError if the operations do not lead from the number of source names to that of target names.
+
+        A rule without operations is checked by the mapping that it is put into: between modules, not tensors, one name
+        may stand for several, and the modules' types say how (see derive.py).
+        """
         count = len(self.sources)
         for op in self.ops:
             try:
@@ -122,6 +131,10 @@ class WeightMapping:
         target_aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.rules = tuple(rules)
+        for rule in self.rules:
+            rule.check_counts()
+        self._sources = Index((n, pattern) for n, rule in enumerate(self.rules) for pattern in rule.sources)
+        self._targets = Index((n, pattern) for n, rule in enumerate(self.rules) for pattern in rule.targets)
         self.source_aliases = MappingProxyType(dict(source_aliases or {}))
         self.target_aliases = MappingProxyType(dict(target_aliases or {}))
         for aliases in (self.source_aliases, self.target_aliases):
@@ -136,6 +149,14 @@ class WeightMapping:
             source_aliases=self.target_aliases,
             target_aliases=self.source_aliases,
         )
+
+    def takes(self, name: str) -> bool:
+        """Whether a rule takes a source tensor of this name."""
+        return bool(self._sources.hits(self.source_aliases.get(name, name)))
+
+    def gives(self, name: str) -> bool:
+        """Whether a rule may give a target tensor of this name."""
+        return bool(self._targets.hits(self.target_aliases.get(name, name)))
 
     def plan(self, names: Iterable[str]) -> list[Step]:
         """Which tensors become which, from names alone. Raises MappingError on any key without exactly one place."""
@@ -230,12 +251,7 @@ class WeightMapping:
         groups: dict[tuple[int, Bindings], list[str]] = {}
         problems, unused = [], []
         for name in stored:
-            hits = [
-                (number, bindings)
-                for number, rule in enumerate(self.rules)
-                for pattern in rule.sources
-                if (bindings := pattern.match(name)) is not None
-            ]
+            hits = self._sources.hits(name)
             if not hits:
                 unused.append(stored[name])
             elif len(hits) > 1:

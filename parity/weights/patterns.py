@@ -7,6 +7,7 @@ shorthand for several names in that order. A placeholder has the same text where
 import dataclasses
 import functools
 import re
+from collections.abc import Iterable
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _PLACEHOLDER = re.compile(r"([A-Za-z_]\w*)(\*?)")
@@ -81,3 +82,25 @@ class Pattern:
         """The name with every placeholder replaced by its text."""
         texts = dict(bindings)
         return _BRACES.sub(lambda found: texts[found[1].rstrip("*")], self.text)
+
+
+class Index:
+    """Numbered patterns, those without placeholders found at once: a derived mapping has a rule for every tensor."""
+
+    def __init__(self, patterns: Iterable[tuple[int, Pattern]]) -> None:
+        self._literal: dict[str, list[int]] = {}
+        self._others: list[tuple[int, Pattern]] = []
+        for number, pattern in patterns:
+            if pattern.placeholders:
+                self._others.append((number, pattern))
+            else:
+                self._literal.setdefault(pattern.text, []).append(number)
+
+    def hits(self, name: str) -> list[tuple[int, Bindings]]:
+        """The number and the bindings of every pattern that fits, in the order of the numbers."""
+        found: list[tuple[int, Bindings]] = [(number, ()) for number in self._literal.get(name, ())]
+        for number, pattern in self._others:
+            bindings = pattern.match(name)
+            if bindings is not None:
+                found.append((number, bindings))
+        return sorted(found, key=lambda hit: hit[0])

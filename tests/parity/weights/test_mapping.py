@@ -205,7 +205,7 @@ def test_our_twins_there_and_back(kind):
         (lambda: Rule(("a.{i}", "b"), "c.{i}"), "placeholders"),
         (lambda: Rule("{path*}.a", "{path}.a"), "placeholders"),
         (lambda: Rule("{a*}.{a}", "{a*}.{a}"), "got both"),
-        (lambda: Rule("a", "{b,c}"), r"operations to give 2 tensor\(s\), got 1"),
+        (lambda: WeightMapping([Rule("a", "{b,c}")]), r"operations to give 2 tensor\(s\), got 1"),
         (lambda: Rule("{a,b}", "c", (Split(2),)), r"expected 1 array\(s\), got 2"),
         (lambda: Rule((), "a"), "at least one name"),
         (lambda: Pattern("a{"), "matching braces"),

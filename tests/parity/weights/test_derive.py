@@ -1,0 +1,478 @@
+"""Mappings derived from module types: each conversion computes what the reference does; what does not fit is said."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from parity import facts_flax, facts_torch
+from parity.facts import from_json, to_json
+from parity.weights.derive import Derived, derive
+from parity.weights.mapping import MappingError, Rule, WeightMapping
+from parity.weights.rules import Split, Transpose
+
+
+class Reference(torch.nn.Module):
+    def __init__(self, **modules: torch.nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+
+class Port(nnx.Module):
+    def __init__(self, **modules: nnx.Module) -> None:
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+
+def derived(reference: torch.nn.Module, port: nnx.Module, *, mapping: Any = (), modules: Any = ()) -> Derived:
+    # Through JSON, as from a golden file.
+    facts = from_json(to_json(facts_torch.describe(reference)))
+    return derive(facts, facts_flax.describe(port), mapping=mapping, modules=modules)
+
+
+def weights_of(reference: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Random, no two alike; variances are positive."""
+    generator = torch.Generator().manual_seed(0)
+    named = [*reference.named_parameters(), *((n, b) for n, b in reference.named_buffers() if b.is_floating_point())]
+    weights = {}
+    for name, tensor in named:
+        values = torch.randn(tensor.shape, generator=generator)
+        weights[name] = (values.abs() + 0.5 if name.endswith("var") else values).numpy()
+    return weights
+
+
+def load(reference: torch.nn.Module, port: nnx.Module, found: Derived) -> None:
+    """The same weights into both, in float64."""
+    weights = found.adjust(weights_of(reference))
+    own = dict(reference.named_parameters()) | dict(reference.named_buffers())
+    with torch.no_grad():
+        for name, array in weights.items():
+            own[name].copy_(torch.from_numpy(array))
+    reference.double().eval()
+    port.eval()
+    ported = found.mapping.apply({n: a for n, a in weights.items() if found.travels(n)})
+    variables = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(port))}
+    assert {n for n, v in variables.items() if isinstance(v, (nnx.Param, nnx.BatchStat))} == ported.keys()
+    for name, array in ported.items():
+        assert variables[name].get_value().shape == array.shape, name
+        variables[name].set_value(jnp.asarray(array, jnp.float64))
+    back = found.mapping.inverse().apply(ported)
+    assert all(np.array_equal(back[name], weights[name]) for name in back)
+
+
+def random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape)).standard_normal(shape)
+
+
+RNGS = nnx.Rngs(0)
+CONV = {"kernel_size": (3, 2), "padding": "VALID", "rngs": RNGS}
+
+
+def channels_last(x: np.ndarray) -> np.ndarray:
+    return np.moveaxis(x, 1, -1)
+
+
+CASES: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], nnx.Module], np.ndarray, bool]] = {
+    "linear": (lambda: torch.nn.Linear(5, 7), lambda: nnx.Linear(5, 7, rngs=RNGS), random(3, 5), False),
+    "linear_general": (
+        lambda: torch.nn.Linear(5, 6),
+        lambda: nnx.LinearGeneral(5, 6, rngs=RNGS),
+        random(3, 5),
+        False,
+    ),
+    "layer_norm": (
+        lambda: torch.nn.LayerNorm(5, eps=1e-6),
+        lambda: nnx.LayerNorm(5, rngs=RNGS),
+        random(3, 5),
+        False,
+    ),
+    "rms_norm": (lambda: torch.nn.RMSNorm(5, eps=1e-6), lambda: nnx.RMSNorm(5, rngs=RNGS), random(3, 5), False),
+    "group_norm": (
+        lambda: torch.nn.GroupNorm(2, 6, eps=1e-6),
+        lambda: nnx.GroupNorm(6, num_groups=2, rngs=RNGS),
+        random(2, 6, 5, 3),
+        True,
+    ),
+    "batch_norm": (
+        lambda: torch.nn.BatchNorm2d(6),
+        lambda: nnx.BatchNorm(6, momentum=0.9, rngs=RNGS),
+        random(2, 6, 5, 3),
+        True,
+    ),
+    "conv1d": (
+        lambda: torch.nn.Conv1d(4, 6, 3, stride=2, padding=1),
+        lambda: nnx.Conv(4, 6, (3,), strides=2, padding=1, rngs=RNGS),
+        random(2, 4, 9),
+        True,
+    ),
+    "conv2d_grouped": (
+        lambda: torch.nn.Conv2d(4, 6, (3, 2), groups=2, dilation=(1, 2)),
+        lambda: nnx.Conv(4, 6, feature_group_count=2, kernel_dilation=(1, 2), **CONV),
+        random(2, 4, 8, 7),
+        True,
+    ),
+    "conv3d": (
+        lambda: torch.nn.Conv3d(2, 3, (1, 5, 3), padding="same"),
+        lambda: nnx.Conv(2, 3, (1, 5, 3), rngs=RNGS),
+        random(2, 2, 4, 5, 6),
+        True,
+    ),
+    "conv_transpose1d": (
+        lambda: torch.nn.ConvTranspose1d(4, 5, 3, stride=2, padding=1, output_padding=1),
+        lambda: nnx.ConvTranspose(4, 5, 3, strides=(2,), padding=((1, 2),), rngs=RNGS),
+        random(2, 4, 7),
+        True,
+    ),
+    "conv_transpose2d": (
+        lambda: torch.nn.ConvTranspose2d(4, 5, (3, 2), stride=(2, 1), bias=False),
+        lambda: nnx.ConvTranspose(4, 5, strides=(2, 1), use_bias=False, **CONV),
+        random(2, 4, 6, 5),
+        True,
+    ),
+    "conv_transpose2d_with_transposed_kernel": (
+        lambda: torch.nn.ConvTranspose2d(4, 5, (3, 2)),
+        lambda: nnx.ConvTranspose(4, 5, transpose_kernel=True, **CONV),
+        random(2, 4, 6, 5),
+        True,
+    ),
+    "conv_transpose3d": (
+        lambda: torch.nn.ConvTranspose3d(2, 3, (1, 2, 3)),
+        lambda: nnx.ConvTranspose(2, 3, (1, 2, 3), padding="VALID", rngs=RNGS),
+        random(2, 2, 3, 4, 5),
+        True,
+    ),
+}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("case", CASES)
+def test_converted_by_type(case: str) -> None:
+    build_reference, build_port, x, spatial = CASES[case]
+    reference, port = Reference(layer=build_reference()), Port(layer=build_port())
+    found = derived(reference, port)
+    load(reference, port, found)
+    # Settings are in one vocabulary: none of these differs.
+    theirs = facts_torch.settings_of(reference.layer)
+    ours = facts_flax.settings_of(port.layer)
+    shared = theirs.keys() & ours.keys()
+    assert {name: theirs[name] for name in shared} == {name: ours[name] for name in shared}
+    assert len(shared) >= 2
+    expected = reference.layer(torch.from_numpy(x)).detach().numpy()
+    got = np.asarray(port.layer(jnp.asarray(channels_last(x) if spatial else x)))
+    np.testing.assert_allclose(got, channels_last(expected) if spatial else expected, rtol=1e-12, atol=1e-12)
+
+
+def attention_case(**sizes: int) -> tuple[torch.nn.Module, nnx.Module]:
+    reference = torch.nn.MultiheadAttention(6, 2, batch_first=True, **sizes)
+    return reference, nnx.MultiHeadAttention(2, 6, in_kv_features=sizes.get("kdim"), decode=False, rngs=RNGS)
+
+
+class OwnAttention(nnx.Module):
+    """Four Linears under the usual names."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nnx.Linear(6, 6, rngs=rngs) for _ in range(4))
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        q, k, v = (
+            layer(x).reshape(*x.shape[:-1], 2, 3) for layer, x in ((self.q_proj, q), (self.k_proj, k), (self.v_proj, v))
+        )
+        return self.out_proj(nnx.dot_product_attention(q, k, v).reshape(*q.shape[:-2], 6))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("kind", ["fused", "separate widths", "own"])
+def test_attention(kind: str) -> None:
+    widths = {"kdim": 5, "vdim": 5} if kind == "separate widths" else {}
+    torch_layer, flax_layer = attention_case(**widths)
+    if kind == "own":
+        flax_layer = OwnAttention(RNGS)
+    reference, port = Reference(attention=torch_layer), Port(attention=flax_layer)
+    found = derived(reference, port)
+    load(reference, port, found)
+    q, k = random(2, 4, 6), random(2, 3, widths.get("kdim", 6))
+    v = np.flip(k, axis=-1).copy()
+    expected, _ = reference.attention(*map(torch.from_numpy, (q, k, v)))
+    got = port.attention(*map(jnp.asarray, (q, k, v)))
+    # Flax's attention takes its softmax in float32.
+    np.testing.assert_allclose(got, expected.detach().numpy(), rtol=1e-5, atol=1e-5)
+    assert ("attention.out_proj" in found.inside) == ("attention.out_proj" in found.pairs.values())
+
+
+CELLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "lstm": (torch.nn.LSTM, nnx.LSTMCell),
+    "optimized": (torch.nn.LSTM, nnx.OptimizedLSTMCell),
+    "gru": (torch.nn.GRU, nnx.GRUCell),
+    "rnn": (torch.nn.RNN, nnx.SimpleCell),
+}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("case", CELLS)
+@pytest.mark.parametrize("directions", [1, 2])
+def test_recurrent(case: str, directions: int) -> None:
+    build_reference, cell = CELLS[case]
+    reference = Reference(layer=build_reference(4, 5, batch_first=True, bidirectional=directions == 2))
+    forward, backward = (nnx.RNN(cell(4, 5, dtype=jnp.float64, param_dtype=jnp.float64, rngs=RNGS)) for _ in range(2))
+    port = Port(layer=forward if directions == 1 else nnx.Bidirectional(forward, backward))
+    found = derived(reference, port)
+    load(reference, port, found)
+    assert [known.kind for known in found.known] == ["GRU hidden bias" if case == "gru" else "two biases for one"]
+    assert found.held == {f"layer.bias_hh_l0{suffix}" for suffix in ("", "_reverse")[:directions]}
+    x = random(2, 3, 4)
+    expected, _ = reference.layer(torch.from_numpy(x))
+    np.testing.assert_allclose(port.layer(jnp.asarray(x)), expected.detach().numpy(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("case", ["lstm", "gru"])
+def test_recurrent_cells(case: str) -> None:
+    build_reference = {"lstm": torch.nn.LSTMCell, "gru": torch.nn.GRUCell}[case]
+    reference, port = Reference(layer=build_reference(4, 5)), Port(layer=CELLS[case][1](4, 5, rngs=RNGS))
+    load(reference, port, derived(reference, port))
+    x, h, c = random(2, 4), random(2, 5), random(2, 5) + 1
+    state = (torch.from_numpy(h), torch.from_numpy(c)) if case == "lstm" else torch.from_numpy(h)
+    expected = reference.layer(torch.from_numpy(x), state)
+    carry = (jnp.asarray(c), jnp.asarray(h)) if case == "lstm" else jnp.asarray(h)
+    _, got = port.layer(carry, jnp.asarray(x))
+    expected = expected[0] if case == "lstm" else expected
+    np.testing.assert_allclose(got, expected.detach().numpy(), rtol=1e-12, atol=1e-12)
+
+
+def test_two_biases_keep_their_sum_and_a_hidden_bias_is_lost() -> None:
+    reference = Reference(layer=torch.nn.GRUCell(4, 5))
+    found = derived(reference, Port(layer=nnx.GRUCell(4, 5, rngs=RNGS)))
+    weights = weights_of(reference)
+    adjusted = found.adjust(weights)
+    first, second = weights["layer.bias_ih"], weights["layer.bias_hh"]
+    assert np.array_equal(adjusted["layer.bias_ih"][:10], first[:10] + second[:10])
+    assert np.array_equal(adjusted["layer.bias_ih"][10:], first[10:])
+    assert not adjusted["layer.bias_hh"].any()
+    assert found.known[0].tensors == ("layer.bias_hh",)
+    with pytest.raises(MappingError, match="expected 0 in gate"):
+        found.mapping.apply(weights)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = torch.nn.Linear(6, 18), torch.nn.Linear(6, 6)
+
+
+class PortAttention(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.q, self.k, self.v, self.o = (nnx.Linear(6, 6, rngs=rngs) for _ in range(4))
+
+
+def decoder_only() -> tuple[torch.nn.Module, nnx.Module]:
+    blocks = (Reference(attn=Attention(), ln_1=torch.nn.LayerNorm(6)) for _ in range(2))
+    reference = Reference(h=torch.nn.ModuleList(blocks), ln_f=torch.nn.LayerNorm(6))
+    layers = nnx.List([Port(attention=PortAttention(RNGS), ln_1=nnx.LayerNorm(6, rngs=RNGS)) for _ in range(2)])
+    return reference, Port(layers=layers, ln_f=nnx.LayerNorm(6, rngs=RNGS))
+
+
+FUSED = ("h.{i}.attn.c_attn", "layers.{i}.attention.{q,k,v}")
+OUT = ("h.{i}.attn.c_proj", "layers.{i}.attention.o")
+
+
+@pytest.mark.parametrize("how", ["modules", "rules between modules", "rules"])
+def test_a_few_rules_with_placeholders(how: str) -> None:
+    reference, port = decoder_only()
+    if how == "modules":
+        found = derived(reference, port, modules=(FUSED, OUT))
+    elif how == "rules between modules":
+        found = derived(reference, port, mapping=(Rule(*FUSED), Rule(*OUT)))
+    else:
+        rules = [
+            Rule("h.{i}.attn.c_attn.weight", "layers.{i}.attention.{q,k,v}.kernel", (Split(3), Transpose())),
+            Rule("h.{i}.attn.c_attn.bias", "layers.{i}.attention.{q,k,v}.bias", (Split(3),)),
+            Rule("h.{i}.attn.c_proj.weight", "layers.{i}.attention.o.kernel", (Transpose(),)),
+        ]
+        found = derived(reference, port, mapping=rules, modules=(OUT,))
+    assert found.problems == ()
+    assert found.modules["layers.1.attention.o"] == "h.1.attn.c_proj"
+    # Outer modules correspond if what is inside them does.
+    assert found.modules["layers.1.attention"] == "h.1.attn"
+    assert found.pairs["layers.0.ln_1"] == "h.0.ln_1"
+    weights = weights_of(reference)
+    ported = found.mapping.apply(weights)
+    assert np.array_equal(ported["layers.1.attention.k.kernel"], weights["h.1.attn.c_attn.weight"][6:12].T)
+    assert np.array_equal(ported["layers.0.ln_1.scale"], weights["h.0.ln_1.weight"])
+    assert ported.keys() == _variables(port)
+
+
+def _variables(port: nnx.Module) -> set[str]:
+    return {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(port, nnx.Param))}
+
+
+def test_separate_projections_are_fused() -> None:
+    reference = Reference(q=torch.nn.Linear(4, 6), kv=torch.nn.Linear(4, 10))
+    port = Port(qkv=nnx.Linear(4, 16, rngs=RNGS))
+    found = derived(reference, port, modules=(("{q,kv}", "qkv"),))
+    weights = weights_of(reference)
+    kernel = found.mapping.apply(weights)["qkv.kernel"]
+    assert np.array_equal(kernel, np.concatenate([weights["q.weight"], weights["kv.weight"]]).T)
+
+
+def test_sequential_has_no_layers_in_torch() -> None:
+    reference = Reference(net=torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)))
+    port = Port(net=nnx.Sequential(nnx.Linear(4, 5, rngs=RNGS), nnx.relu, nnx.Linear(5, 3, rngs=RNGS)))
+    found = derived(reference, port)
+    assert found.modules == {"net.layers.0": "net.0", "net.layers.2": "net.2"}
+    assert found.mapping.apply(weights_of(reference)).keys() == _variables(port)
+
+
+def test_layers_stacked_by_vmap() -> None:
+    def layer(rngs: nnx.Rngs) -> nnx.Module:
+        return Port(fc=nnx.Linear(4, 5, rngs=rngs), attn=nnx.MultiHeadAttention(2, 6, decode=False, rngs=rngs))
+
+    stacked = nnx.vmap(layer, in_axes=0, out_axes=0)(nnx.Rngs(0).split(3))
+    reference = Reference(
+        layers=torch.nn.ModuleList(
+            Reference(fc=torch.nn.Linear(4, 5), attn=torch.nn.MultiheadAttention(6, 2)) for _ in range(3)
+        )
+    )
+    found = derived(reference, Port(layers=stacked))
+    assert found.stacked == {"layers": ("layers.0", "layers.1", "layers.2")}
+    weights = weights_of(reference)
+    ported = found.mapping.apply(weights)
+    assert ported["layers.fc.kernel"].shape == (3, 4, 5)
+    assert np.array_equal(ported["layers.fc.kernel"][1], weights["layers.1.fc.weight"].T)
+    key = weights["layers.2.attn.in_proj_weight"][6:12].T.reshape(6, 2, 3)
+    assert np.array_equal(ported["layers.attn.key.kernel"][2], key)
+    back = found.mapping.inverse().apply(ported)
+    assert all(np.array_equal(back[name], weights[name]) for name in weights)
+
+
+def tied(reference_too: bool = True) -> tuple[torch.nn.Module, nnx.Module]:
+    reference = Reference(wte=torch.nn.Embedding(7, 4), head=torch.nn.Linear(4, 7, bias=False))
+    if reference_too:
+        reference.head.weight = reference.wte.weight
+    return reference, Port(wte=nnx.Embed(7, 4, rngs=RNGS))
+
+
+def test_tied_weights() -> None:
+    reference, port = tied()
+    found = derived(reference, port)
+    assert found.problems == ()
+    weights = dict.fromkeys(("wte.weight", "head.weight"), random(7, 4))  # a state dict has both names
+    assert found.mapping.apply(weights).keys() == {"wte.embedding"}
+    assert found.mapping.apply({"wte.weight": random(7, 4)}).keys() == {"wte.embedding"}
+
+
+def test_tied_on_one_side_only() -> None:
+    reference, port = tied()
+    port.head = nnx.Linear(4, 7, use_bias=False, rngs=RNGS)
+    found = derived(reference, port)
+    assert any("tied in the reference only: its 'wte.weight' is" in problem for problem in found.problems)
+    reference, port = Reference(a=torch.nn.Linear(3, 5), b=torch.nn.Linear(3, 5)), Port(a=nnx.Linear(3, 5, rngs=RNGS))
+    port.b = port.a
+    found = derived(reference, port)
+    assert any("unused 'b.weight'" in problem for problem in found.problems)
+
+
+def test_shared_modules_under_other_first_names() -> None:
+    """torch goes by order of definition, Flax by the alphabet."""
+    shared = torch.nn.Linear(3, 5)
+    reference = Reference(zeta=shared, alpha=shared)
+    port = Port(zeta=nnx.Linear(3, 5, rngs=RNGS))
+    port.alpha = port.zeta
+    found = derived(reference, port)
+    assert found.problems == ()
+    assert found.mapping.apply({"zeta.weight": random(5, 3), "zeta.bias": random(5)}).keys() == _variables(port)
+    assert found.modules == {"alpha": "zeta"}
+
+
+class OwnTorchLinear(torch.nn.Module):
+    """Stored (in, out), as GPT-2's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4))
+        self.scale = torch.nn.Parameter(torch.randn(4))
+
+
+class OwnFlaxLinear(nnx.Module):
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        for name, shape in shapes.items():
+            setattr(self, name, nnx.Param(jnp.ones(shape)))
+
+
+def test_a_layout_is_not_inferred_from_a_shape() -> None:
+    """A square matrix of an unknown type may be stored either way: the reader is told which rules to choose from."""
+    reference, port = Reference(fc=OwnTorchLinear()), Port(fc=OwnFlaxLinear(kernel=(4, 4), scale=(4,)))
+    problems = derived(reference, port).problems
+    assert len(problems) == 2
+    assert "Rule('fc.weight', 'fc.kernel', (Transpose(),)) if the weight is (out, in)" in problems[0]
+    rule = Rule("fc.weight", "fc.kernel")
+    assert derived(reference, port, mapping=[rule]).problems == ()
+
+
+def test_own_types_map_by_name_where_shapes_agree() -> None:
+    reference = Reference(fc=OwnTorchLinear())
+    assert derived(reference, Port(fc=OwnFlaxLinear(weight=(4, 4), scale=(4,)))).problems == ()
+    problems = derived(reference, Port(fc=OwnFlaxLinear(weight=(4, 5), scale=(4,)))).problems
+    assert any("unused 'fc.weight' (4, 4) float32" in problem for problem in problems)
+
+
+def test_what_is_missing_is_named() -> None:
+    reference = Reference(fc=torch.nn.Linear(3, 5), norm=torch.nn.LayerNorm(5))
+    found = derived(reference, Port(fc=nnx.Linear(3, 5, use_bias=False, rngs=RNGS), extra=nnx.Linear(3, 2, rngs=RNGS)))
+    with pytest.raises(MappingError) as error:
+        _ = found.mapping
+    text = str(error.value)
+    assert "unused 'norm.weight' (5,) float32: the port has no module 'norm'" in text
+    assert "unused 'fc.bias'" in text
+    assert "missing 'extra.kernel'" in text
+    assert "missing 'fc.kernel'" not in text
+
+
+def test_frameworks_own_types_that_do_not_fit() -> None:
+    found = derived(Reference(a=torch.nn.Linear(3, 5)), Port(a=nnx.Conv(3, 5, (1,), rngs=RNGS)))
+    assert any("no conversion from a Linear to a Conv is known" in problem for problem in found.problems)
+
+
+def test_buffers_of_one_side_stay_where_they_are() -> None:
+    reference, port = Reference(norm=torch.nn.BatchNorm1d(4)), Port(norm=nnx.BatchNorm(4, rngs=RNGS))
+    reference.register_buffer("pe", torch.ones(5, 4))
+    port.table = nnx.Variable(jnp.ones((5, 4)))
+    found = derived(reference, port)
+    assert found.stays == {"pe", "norm.num_batches_tracked"}
+    assert found.own == {"table"}
+    assert [known.kind for known in found.known] == ["running variance"]
+    assert found.mapping.apply(
+        {n: a for n, a in weights_of(reference).items() if found.travels(n)}
+    ).keys() == _variables(port) | {"norm.mean", "norm.var"}
+
+
+def test_a_given_mapping_is_taken_as_it_is() -> None:
+    mapping = WeightMapping([Rule("a.weight", "b.kernel", (Transpose(),)), Rule("a.bias", "b.bias")])
+    reference, port = Reference(a=torch.nn.Linear(3, 5)), Port(b=nnx.Linear(3, 5, rngs=RNGS))
+    found = derived(reference, port, mapping=mapping)
+    assert found.mapping is mapping
+    assert found.modules == {"b": "a"}
+
+
+@pytest.mark.parametrize(
+    ("modules", "text"),
+    [((("a", "nothing"),), "no module of the port is named 'nothing'"), ((("b.{i}", "a"),), None)],
+)
+def test_patterns_that_lead_nowhere(modules: Any, text: str | None) -> None:
+    reference, port = Reference(a=torch.nn.Linear(3, 5)), Port(a=nnx.Linear(3, 5, rngs=RNGS))
+    if text is None:
+        with pytest.raises(ValueError, match="expected the same placeholders"):
+            derived(reference, port, modules=modules)
+    else:
+        assert text in derived(reference, port, modules=modules).problems
+
+
+def test_types_decide_between_modules() -> None:
+    reference, port = Reference(a=torch.nn.Linear(3, 5)), Port(b=nnx.Linear(3, 5, rngs=RNGS))
+    with pytest.raises(ValueError, match="expected no operations between modules"):
+        derived(reference, port, mapping=[Rule("a", "b", (Transpose(),))])
