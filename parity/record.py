@@ -12,7 +12,7 @@ import numpy as np
 
 from parity.facts import to_json
 from parity.golden import FORMAT, HEADER, WORDS, GoldenError, crc, kept, pack
-from parity.pair import Inputs, Pair, Side
+from parity.pair import Inputs, Pair, Precision, Side
 from parity.report.environment import versions
 from parity.rungs import NotComparedError, adversarial
 from parity.runs import GATES, Runs, moved_by_a_rounding
@@ -70,19 +70,24 @@ class _Book:
         self.captured = False
 
     def add_batch(self, number: int, inputs: Inputs, runs: Runs, *, draws: int) -> None:
-        exact, narrow = (runs.run_reference(inputs, precision, weights=self.weights) for precision in GATES)
+        exact, narrow = (self._trace(inputs, runs, precision, self.weights) for precision in GATES)
         run = self._add_run(f"batch {number + 1}", inputs, exact)
         run["float32"] = list(exact.everything)
         self._add_float32(f"{run['key']}/float32/base", runs, narrow, exact)
         for draw in range(draws):
             moved = moved_by_a_rounding(self.weights, seed=draw)
-            exact, narrow = (runs.run_reference(inputs, precision, weights=moved) for precision in GATES)
+            exact, narrow = (self._trace(inputs, runs, precision, moved) for precision in GATES)
             self._add_float32(f"{run['key']}/float32/{draw}", runs, narrow, exact)
         self.batches.append(run)
 
     def add_case(self, name: str, inputs: Inputs, runs: Runs) -> None:
-        trace = runs.run_reference(inputs, "float64", weights=self.weights)
+        trace = self._trace(inputs, runs, "float64", self.weights)
         self.cases[name] = self._add_run(f"hard inputs, {name.replace('/', ' ')}", inputs, trace)
+
+    def _trace(self, inputs: Inputs, runs: Runs, precision: Precision, weights: Mapping[str, np.ndarray]) -> Trace:
+        # Not runs.run_reference, which turns axes into the order of the port: the check will do that.
+        trace: Trace = runs.reference_runner.trace(inputs, weights=weights, precision=precision)
+        return trace
 
     def _add_run(self, key: str, inputs: Inputs, trace: Trace) -> dict[str, Any]:
         fields, left_out = kept(trace, self.modules)

@@ -24,9 +24,10 @@ class Scale:
     high: int
 
     @classmethod
-    def of(cls, errors: Sequence[float]) -> "Scale":
-        """Around all of them that are finite."""
-        finite = [max(error, LOWEST) for error in errors if math.isfinite(error)] or [1e-16, 1e-6]
+    def of(cls, points: Sequence[Point]) -> "Scale":
+        """Around all of their errors and bounds that are finite."""
+        drawn = [value(point) for point in points for value in (*(s.value for s in SERIES), *BOUNDS)]
+        finite = [max(error, LOWEST) for error in drawn if error is not None and math.isfinite(error)] or [1e-16, 1e-6]
         low, high = math.floor(math.log10(min(finite))), math.ceil(math.log10(max(finite)))
         return cls(low, max(high, low + 2))
 
@@ -65,11 +66,13 @@ LONGEST = 24
 """Characters of a name below the plot; of a longer one, its end."""
 
 
-def depth_chart(points: Sequence[Point]) -> Markup:
-    """Error (upwards, logarithmic) against depth (the order of module calls) for both frameworks."""
-    errors = [e for p in points for e in p.errors] + [b for p in points for value in BOUNDS if (b := value(p))]
-    scale = Scale.of(errors)
-    body = [*_bands(points), *_grid(scale)]
+def depth_chart(points: Sequence[Point], *, first: str = "") -> Markup:
+    """Error (upwards, logarithmic) against depth (the order of module calls) for both frameworks.
+
+    `first`: the module that differs first, if one does; a line stands there.
+    """
+    scale = Scale.of(points)
+    body = [*_bands(points), *_grid(scale), *_first(points, first)]
     body += [_line([value(p) for p in points], scale, "bound") for value in BOUNDS]
     for series in SERIES:
         values = [series.value(p) for p in points]
@@ -191,6 +194,14 @@ def _bands(points: Sequence[Point]) -> Iterator[Markup]:
             label = Markup('<text class="part" x="{:.3f}%" y="14" text-anchor="middle">{}</text>')
             yield label.format((left + right) / 2, part.partition("[")[0])
         start, shaded = i, not shaded
+
+
+def _first(points: Sequence[Point], first: str) -> Iterator[Markup]:
+    for i, point in enumerate(points):
+        if point.name == first:
+            x = _across(i, len(points))
+            mark = Markup('<line class="first" x1="{0:.3f}%" x2="{0:.3f}%" y1="20" y2="{1}"><title>{2}</title></line>')
+            yield mark.format(x, TOP + HEIGHT, f"first difference: {first}")
 
 
 def _grid(scale: Scale) -> Iterator[Markup]:

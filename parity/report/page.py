@@ -43,14 +43,15 @@ def to_html(document: Document) -> str:
     )
     environment.filters |= {"figure": figure, "thousands": "{:,}".format}
     outputs, gradients = series.outputs(document), series.gradients(document)
-    scale = charts.Scale.of([e for p in gradients for e in p.errors])
+    scale = charts.Scale.of(gradients)
+    first = document["first_difference"]
     return environment.get_template("page.html.jinja").render(
         report=document,
         status_words=STATUS_WORDS,
         tiles=_tiles(document, outputs),
-        depth=charts.depth_chart(outputs) if outputs else None,
-        outputs=outputs,
-        all_series=charts.SERIES,
+        depth=charts.depth_chart(outputs, first=first["module"] if first else "") if outputs else None,
+        output_series=_drawn(outputs),
+        gradient_series=_drawn(gradients),
         gradients=[(point, charts.gradient_row(point, scale)) for point in gradients],
         gradient_axis=charts.gradient_axis(scale),
         first_failed=next((rung["number"] for rung in document["rungs"] if rung["status"] == "failed"), None),
@@ -65,6 +66,11 @@ def to_html(document: Document) -> str:
 def figure(value: float | str | None) -> str:
     """1.2e-07; a dash where there is none."""
     return "–" if value is None else f"{number(value):.1e}"
+
+
+def _drawn(points: Sequence[series.Point]) -> list[charts.Series]:
+    """What a legend needs to tell: float32 is not compared where float64 differs."""
+    return [kind for kind in charts.SERIES if any(kind.value(point) is not None for point in points)]
 
 
 def _tiles(document: Document, outputs: Sequence[series.Point]) -> list[tuple[str, str]]:
