@@ -1,6 +1,7 @@
 """Runs an nnx.Module, jitted, and keeps what every submodule was given and returned, the loss, every gradient."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,13 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from parity.capture_flax_calls import CallRecorder, Static, calls_of, is_floating, tagged
+from parity.capture_flax_dropout import drawn, handed_to, masks_of
+from parity.capture_flax_precision import narrowed
 from parity.compilation import jit
 from parity.facts import Facts
 from parity.facts_flax import describe
-from parity.pair import Inputs, Precision, Side
-from parity.trace import OUTPUT, Trace, by_call, leaves, projection
+from parity.pair import Inputs, Masks, Precision, Side
+from parity.trace import LOSS, OUTPUT, Trace, by_name, leaves, module_of, narrow_by_name, projection, substitute
 
-GIVEN, GIVEN_IDS, RETURNED = "__given__", "__given_ids__", "__returned__"
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What makes a run another program."""
+
+    tap: bool = True
+    sow: bool = True
+    training: bool = False
+    masks: bool = False
 
 
 class FlaxRunner:
@@ -33,10 +45,14 @@ class FlaxRunner:
             if not isinstance(self.model, nnx.Module):
                 raise TypeError(f"expected the port's builder to return an nnx.Module, got {type(self.model)}")
             self.model.eval()
-            self._graphdef, state, self._others = nnx.split(self.model, _is_weight, ...)
+            if not side.takes_precision:
+                _follow_weights(self.model)
+            with tagged(self.model):
+                self._graphdef, state, others = _split(self.model)
+            self._others = nnx.from_flat_state([(p, v.replace(_concrete(v))) for p, v in nnx.to_flat_state(others)])
         self._variables = {".".join(map(str, path)): (path, var) for path, var in nnx.to_flat_state(state)}
-        self._tapped = jit(lambda *arguments: self._run(*arguments, tap=True), precision=precision)
-        self._untapped = jit(lambda *arguments: self._run(*arguments, tap=False), precision=precision)
+        self._compiled: dict[Any, tuple[Any, Any]] = {}
+        self._options: dict[_Options, tuple[_Options, str]] = {}
 
     def specs(self) -> dict[str, Any]:
         """Name to an object with shape and dtype, for every parameter and every other floating-point variable."""
@@ -50,10 +66,15 @@ class FlaxRunner:
         """Types, tensors and settings of every module."""
         return describe(self.model)
 
-    def merged(self, arrays: Mapping[str, jax.Array]) -> nnx.Module:
+    @property
+    def device(self) -> str:
+        """Where it runs: `cpu`, `gpu`, `tpu`."""
+        return jax.devices()[0].platform
+
+    def merged(self, arrays: Mapping[str, jax.Array], others: Any = None) -> nnx.Module:
         """The module with these weights; call it under `numerics`."""
         filled = [(path, variable.replace(arrays[name])) for name, (path, variable) in self._variables.items()]
-        return nnx.merge(self._graphdef, nnx.from_flat_state(filled), self._others)
+        return nnx.merge(self._graphdef, nnx.from_flat_state(filled), self._others if others is None else others)
 
     def cast(self, weights: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Weights in the dtypes of this precision; one that is missing keeps the value it was built with."""
@@ -63,64 +84,213 @@ class FlaxRunner:
             arrays[name] = jnp.asarray(weights[name] if name in weights else variable.get_value(), dtype)
         return arrays
 
-    def inputs(self, inputs: Inputs) -> dict[str, jax.Array]:
+    def inputs(self, inputs: Inputs) -> dict[str, Any]:
         """Inputs as arrays; floating-point ones in the precision of the run."""
-        return {
-            name: jnp.asarray(array, self.precision if np.issubdtype(array.dtype, np.floating) else None)
-            for name, array in inputs.items()
-        }
 
-    def trace(self, inputs: Inputs, *, weights: Mapping[str, np.ndarray], tap: bool = True) -> Trace:
-        """Runs with these weights, by the names of the port. Untapped, no module is watched: the program that users run.
+        def place(array: np.ndarray) -> jax.Array:
+            return jnp.asarray(array, self.precision if np.issubdtype(array.dtype, np.floating) else None)
 
-        Tapping changes what the compiler fuses (P24).
+        return {name: substitute(value, lambda x: isinstance(x, np.ndarray), place) for name, value in inputs.items()}
+
+    def trace(
+        self,
+        inputs: Inputs,
+        *,
+        weights: Mapping[str, np.ndarray],
+        tap: bool = True,
+        training: bool = False,
+        masks: Masks | None = None,
+        handed: Mapping[str, list[np.ndarray]] | None = None,
+        valid: np.ndarray | None = None,
+        seed: int = 0,
+    ) -> Trace:
+        """Runs with these weights, by the names of the port, in evaluation mode unless `training`.
+
+        Untapped, no module is watched: the program that users run; tapping changes what the compiler fuses (P24).
+        `masks`: keep masks by site for the model's dropout, which implies training mode. `handed`: for a call of a
+        module, by the port's names, the floating-point inputs it gets in place of the model's own, where the shapes are
+        equal. `valid`: which leading positions of an output count in the loss of a pair that brings none. `seed`: of
+        the random numbers that the model draws by itself.
+
+        Raises ValueError that names masks without a place.
         """
+        options = _Options(tap=tap, training=training or masks is not None, masks=masks is not None)
         with self.numerics():
             arrays, trained = self.cast(weights), self.trained()
-            run = self._tapped if tap else self._untapped
-            values, gradients = run(
-                {name: array for name, array in arrays.items() if name in trained},
-                {name: array for name, array in arrays.items() if name not in trained},
-                self.inputs(inputs),
-            )
-            loss, results, calls, buffers = jax.tree.map(_to_numpy, values)
-            gradients = jax.tree.map(_to_numpy, gradients)
-        return Trace(
-            given=by_call(_of_kind(calls, GIVEN)),
-            given_ids=by_call(_of_kind(calls, GIVEN_IDS)),
-            outputs=by_call(_of_kind(calls, RETURNED)),
-            results=results,
-            loss=loss,
-            gradients=gradients,
-            buffers=buffers,
-            summed={},
-        )
+            given = {
+                "trained": {name: array for name, array in arrays.items() if name in trained},
+                "fixed": {name: array for name, array in arrays.items() if name not in trained},
+                "others": self._seeded(seed),
+                "inputs": substitute(self.inputs(inputs), _is_no_array, Static),
+                "masks": {site: jnp.asarray(mask, bool) for site, mask in (masks or {}).items()},
+                "handed": {name: [jnp.asarray(a) for a in every] for name, every in (handed or {}).items()},
+                "valid": None if valid is None else Static(valid.shape),
+                "rows": None if valid is None else tuple(jnp.asarray(rows) for rows in np.nonzero(valid)),
+            }
+            values, narrow, why = self._run_tolerantly(options, given)
+            values = jax.tree.map(_to_numpy, values)
+        return self._trace_of(values, narrow, why)
+
+    def draw_masks(
+        self, inputs: Inputs, seed: int, *, weights: Mapping[str, np.ndarray] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Keep masks by site, as the model's own dropout draws them: by the side's `draw_dropout`, or by watching its
+        Dropout modules."""
+        with self.numerics():
+            model = self.merged(self.cast(weights or {}), self._seeded(seed))
+            model.train()
+            given = self.inputs(inputs)
+            if self.side.draw_dropout is not None:
+                masks = dict(self.side.draw_dropout(model, given, seed))
+            else:
+                with drawn(model):
+                    _, state = nnx.capture(lambda m: self.side.call(m, given), nnx.Intermediate)(model)
+                masks = masks_of(model, state)
+        return {site: np.asarray(mask, bool) for site, mask in masks.items()}
 
     def loss(self, output: Any, results: Mapping[str, jax.Array], inputs: Mapping[str, Any]) -> jax.Array:
         """The side's own, or the fixed random projection."""
-        if self.side.loss is None:
-            terms = [(x * jnp.asarray(projection(name, x.shape), x.dtype)).sum() for name, x in results.items()]
-            return jnp.stack(terms).sum()
-        loss = self.side.loss(output, inputs)
-        return loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        return self._loss(output, results, {"inputs": inputs, "valid": None, "rows": None})
 
-    def _run(self, trained: dict[str, jax.Array], fixed: dict[str, jax.Array], inputs: Any, *, tap: bool) -> Any:
+    def _loss(self, output: Any, results: Mapping[str, jax.Array], given: Mapping[str, Any]) -> jax.Array:
+        if self.side.loss is not None:
+            loss = self.side.loss(output, given["inputs"])
+            return loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        if not results:
+            raise ValueError(f"expected the port to return floating-point arrays, got {type(output).__name__}")
+        terms = []
+        for name, array in results.items():
+            counted = array
+            if given["valid"] is not None and array.shape[: len(given["rows"])] == given["valid"].value:
+                # By selection: an invalid position may be NaN, which times 0 is NaN.
+                counted = array[given["rows"]]
+            terms.append((counted * jnp.asarray(projection(name, counted.shape), counted.dtype)).sum())
+        return jnp.stack(terms).sum()
+
+    def _run_tolerantly(self, options: _Options, given: Any) -> tuple[Any, Any, str]:
+        """Runs; where watching inside transformations is what makes it fail, without; else without watching at all.
+
+        Gives the values, what is narrow, and why nothing was watched.
+        """
+        known = self._options.get(options)
+        if known is not None:
+            return *self._run(known[0], given), known[1]
+        plain = dataclasses.replace(options, tap=False, sow=False)
+        attempts = [options, dataclasses.replace(options, sow=False), plain]
+        first: Exception | None = None
+        for attempt in dict.fromkeys(attempts if options.tap and not options.masks else [options]):
+            try:
+                computed = self._run(attempt, given)
+            except Exception as error:
+                first = first or error
+                continue
+            why = f"watching it makes it fail ({type(first).__name__})" if attempt is plain and options.tap else ""
+            self._options[options] = (attempt, why)
+            return *computed, why
+        assert first is not None
+        raise first
+
+    def _run(self, options: _Options, given: Any) -> tuple[Any, Any]:
+        """(values, tensor -> place where float32 enters), compiled once for each structure and shape."""
+        arrays, structure = jax.tree.flatten(given)
+        key = (options, structure, tuple((a.shape, a.dtype) for a in arrays))
+        if key not in self._compiled:
+            program: Any = jit(lambda given: self._program(options, given), precision=self.precision)
+            traced = program.trace(given)
+            narrow = None
+            if self.precision == "float64" and options.tap:
+                flat = [Static(place) for place in narrowed(traced.jaxpr)]
+                narrow = jax.tree.unflatten(jax.tree.structure(traced.out_info), flat)
+            self._compiled[key] = traced.lower().compile(), narrow
+        compiled, narrow = self._compiled[key]
+        return compiled(given), narrow
+
+    def _program(self, options: _Options, given: Any) -> Any:
+        inputs = substitute(given["inputs"], lambda x: isinstance(x, Static), lambda x: x.value)
+
         def loss_and_more(trained: dict[str, jax.Array]) -> Any:
-            model = self.merged(trained | fixed)
-            with _recorded_calls(model) if tap else contextlib.nullcontext():
-                output, recorded = nnx.capture(lambda m: self.side.call(m, inputs), nnx.Intermediate)(model)
-            results = {OUTPUT + suffix: array for suffix, array in leaves(output, _is_floating)}
-            calls = {".".join(map(str, path)): value.get_value() for path, value in nnx.to_flat_state(recorded)}
-            buffers = {
-                ".".join(map(str, path)): variable.get_value()
-                for path, variable in nnx.to_flat_state(nnx.state(model, _is_weight))
-                if not isinstance(variable, nnx.Param)
+            model = self.merged(trained | given["fixed"], given["others"])
+            if options.training:
+                model.train()
+            recorder = CallRecorder(handed=given["handed"], sow=options.sow)
+            with contextlib.ExitStack() as stack:
+                if options.masks and self.side.call_with_dropout is None:
+                    stack.enter_context(handed_to(model, given["masks"]))
+                if options.tap:
+                    stack.enter_context(recorder.recording(model))
+                output, state = self._called(model, inputs, options, given["masks"])
+            arrays, events = recorder.recorded(state)
+            named = leaves(output, is_floating)
+            results = {OUTPUT + suffix: jnp.asarray(array) for suffix, array in named}
+            loss = self._loss(output, results, given | {"inputs": inputs})
+            values = {
+                "loss": loss,
+                # As a list: a dictionary would come back sorted by its keys.
+                "results": list(results.values()),
+                "names": Static(tuple(results)),
+                "calls": arrays,
+                "events": events,
+                "buffers": self._buffers(model),
             }
-            loss = self.loss(output, results, inputs)
-            return loss, (loss, results, calls, buffers)
+            return loss, values
 
-        gradients, more = jax.grad(loss_and_more, has_aux=True)(trained)
-        return more, gradients
+        gradients, values = jax.grad(loss_and_more, has_aux=True)(given["trained"])
+        return values | {"gradients": gradients}
+
+    def _called(self, model: nnx.Module, inputs: Any, options: _Options, masks: Any) -> tuple[Any, Any]:
+        def call(model: nnx.Module) -> Any:
+            if options.masks and self.side.call_with_dropout is not None:
+                return self.side.call_with_dropout(model, inputs, masks)
+            return self.side.call(model, inputs)
+
+        if (options.tap and options.sow) or options.masks:
+            output, state = nnx.capture(call, nnx.Intermediate)(model)
+            return output, state
+        return call(model), nnx.State({})
+
+    def _buffers(self, model: nnx.Module) -> dict[str, Any]:
+        return {
+            ".".join(map(str, path)): variable.get_value()
+            for path, variable in nnx.to_flat_state(nnx.state(model, _is_weight))
+            if not isinstance(variable, nnx.Param)
+        }
+
+    def _seeded(self, seed: int) -> Any:
+        """What is no weight; random streams begin at `seed`."""
+        flat = []
+        for number, (path, variable) in enumerate(nnx.to_flat_state(self._others)):
+            value = variable.get_value()
+            if isinstance(variable, nnx.RngKey):
+                key = jax.random.fold_in(jax.random.key(seed), number)
+                value = jax.random.split(key, value.shape) if value.shape else key
+            flat.append((path, variable.replace(value)))
+        return nnx.from_flat_state(flat)
+
+    def _trace_of(self, values: Any, narrow: Any, why: str) -> Trace:
+        events, lost = values["events"].value
+        shapes = {name: tuple(spec.shape) for name, spec in self.specs().items()}
+        calls, entangled = calls_of(values["calls"], events, None if narrow is None else narrow["calls"], shapes)
+        given, given_ids, outputs = by_name(calls)
+        names = values["names"].value
+        places = narrow_by_name(calls)
+        if narrow is not None:
+            of_results = zip((*names, LOSS), (*narrow["results"], narrow["loss"]), strict=True)
+            places |= {name: place.value for name, place in of_results if place.value is not None}
+        not_captured = {module_of(name): reason for name, reason in (*lost, *entangled.items())}
+        if why:
+            not_captured |= {path: why for path in self.facts() if path}
+        return Trace(
+            given=given,
+            given_ids=given_ids,
+            outputs=outputs,
+            results=dict(zip(names, values["results"], strict=True)),
+            loss=values["loss"],
+            gradients=values["gradients"],
+            buffers=values["buffers"],
+            summed={},
+            not_captured=not_captured,
+            narrow=places,
+        )
 
     @contextlib.contextmanager
     def numerics(self) -> Iterator[None]:
@@ -129,50 +299,11 @@ class FlaxRunner:
             yield
 
 
-@contextlib.contextmanager
-def _recorded_calls(model: nnx.Module) -> Iterator[None]:
-    """Makes every submodule sow what it is given and what it returns, for `nnx.capture` to collect.
-
-    Sowing, and not a list on the side, because values inside `nnx.remat` must leave it through the module's state.
-    """
-    classes = {type(module) for path, module in nnx.iter_modules(model) if path}
-    # By the class that defines it, not by getattr: a class is itself callable, and a method may be inherited.
-    defined = {
-        cls: next((base.__dict__["__call__"] for base in cls.__mro__ if "__call__" in base.__dict__), None)
-        for cls in classes
-    }
-
-    def recording(original: Any) -> Any:
-        def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-            returned = original(self, *args, **kwargs)
-            given = (args, list(kwargs.values()))
-            self.sow(nnx.Intermediate, GIVEN, dict(leaves(given, _is_floating)))
-            self.sow(nnx.Intermediate, GIVEN_IDS, dict(leaves(given, _is_discrete)))
-            self.sow(nnx.Intermediate, RETURNED, dict(leaves(returned, _is_floating)))
-            return returned
-
-        return call
-
-    wrapped = {cls: recording(original) for cls, original in defined.items() if original is not None}
-    own = {cls: cls.__dict__.get("__call__") for cls in wrapped}
-    try:
-        for cls, call in wrapped.items():
-            setattr(cls, "__call__", call)  # noqa: B010
-        yield
-    finally:
-        for cls, original in own.items():
-            if original is None:
-                delattr(cls, "__call__")
-            else:
-                setattr(cls, "__call__", original)  # noqa: B010
-
-
-def _of_kind(calls: Mapping[str, Any], kind: str) -> dict[str, list[list[tuple[str, np.ndarray]]]]:
-    return {
-        name.removesuffix("." + kind): [list(call.items()) for call in value]
-        for name, value in calls.items()
-        if name.endswith("." + kind)
-    }
+def _follow_weights(model: nnx.Module) -> None:
+    """Embeddings compute in the dtype that their table had when they were built, unless told; here, in that it has."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
+            module.dtype = None
 
 
 def _is_weight(path: Any, variable: Any) -> bool:
@@ -183,12 +314,24 @@ def _is_weight(path: Any, variable: Any) -> bool:
     return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
 
 
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
+def _split(model: nnx.Module) -> tuple[Any, Any, Any]:
+    """Structure, weights, and what is neither."""
+    graphdef, state, *others = nnx.split(model, _is_weight, ...)
+    return graphdef, state, others[0]
 
 
-def _is_discrete(value: Any) -> bool:
-    return isinstance(value, jax.Array) and not jnp.issubdtype(value.dtype, jnp.floating)
+def _is_no_array(value: Any) -> bool:
+    return value is not None and not isinstance(value, (jax.Array, Mapping, tuple, list))
+
+
+def _concrete(variable: Any) -> Any:
+    """A model may be one of shapes only; what is no weight (random streams, counters) gets values here."""
+    value = variable.get_value()
+    if not isinstance(value, jax.ShapeDtypeStruct):
+        return value
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), value.shape) if value.shape else jax.random.key(0)
+    return jnp.zeros(value.shape, value.dtype)
 
 
 def _to_numpy(array: jax.Array) -> np.ndarray:

@@ -2,16 +2,23 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from parity.capture_torch_calls import CallRecorder, is_floating, to_numpy
+from parity.capture_torch_dropout import drawn, handed_to
+from parity.capture_torch_precision import PrecisionWatch
+from parity.capture_torch_sums import BiasSums
 from parity.facts import Facts
 from parity.facts_torch import describe
-from parity.pair import Inputs, Precision, Side
-from parity.trace import OUTPUT, Trace, by_call, leaves, numbered, projection
+from parity.pair import Inputs, Masks, Precision, Side
+from parity.trace import LOSS, OUTPUT, Trace, by_name, leaves, narrow_by_name, projection, substitute
+
+__all__ = ["TorchRunner", "given_to_part", "load_reference", "tensors_of", "to_numpy"]
 
 
 class TorchRunner:
@@ -33,7 +40,7 @@ class TorchRunner:
         """Parameters and floating-point buffers as built, in float32; a tied one under its first name."""
         module = self.module("float32")
         named = [*module.named_parameters(), *((n, b) for n, b in module.named_buffers() if b.is_floating_point())]
-        return {name: tensor.detach().to(torch.float32).numpy().copy() for name, tensor in named}
+        return {name: to_numpy(tensor.detach().to(torch.float32)).copy() for name, tensor in named}
 
     def trained(self) -> frozenset[str]:
         """Names of the parameters that a training step changes."""
@@ -43,90 +50,216 @@ class TorchRunner:
         """Types, tensors and settings of every module."""
         return describe(self.module("float32"))
 
-    def trace(self, inputs: Inputs, *, weights: Mapping[str, np.ndarray], precision: Precision) -> Trace:
-        """One forward and backward pass with these weights.
+    @property
+    def device(self) -> str:
+        """Where its parameters are: `cpu`, `cuda`, ..."""
+        return device_of(self.module("float32")).type
 
-        Raises ValueError that names parameters without a weight.
+    def trace(
+        self,
+        inputs: Inputs,
+        *,
+        weights: Mapping[str, np.ndarray],
+        precision: Precision,
+        training: bool = False,
+        masks: Masks | None = None,
+        valid: np.ndarray | None = None,
+        seed: int = 0,
+    ) -> Trace:
+        """One forward and backward pass with these weights, in evaluation mode unless `training`.
+
+        `masks`: keep masks by site for the model's dropout, which implies training mode. `valid`: which leading
+        positions of an output count in the loss of a pair that brings none. `seed`: of torch's own random numbers.
+
+        Raises ValueError that names parameters without a weight, or masks without a place.
         """
         module = self.module(precision)
         load_reference(module, weights, precision=precision)
-        recorder = _Recorder()
-        arrays = tensors_of(inputs, precision)
-        with recorder.recording(module):
-            output = self.side.call(module, arrays)
-        results = {OUTPUT + suffix: tensor for suffix, tensor in leaves(output, _is_floating)}
-        loss = self._loss(output, results, arrays)
-        # Recording has ended: in the backward pass, gradient checkpointing calls modules once more.
-        loss.backward()
-        rank = {name: i for i, name in enumerate(recorder.order)}
-        outputs = by_call(recorder.returned)
+        recorder, sums = CallRecorder(module), BiasSums(module)
+        arrays = tensors_of(inputs, precision, device=device_of(module))
+        watch = PrecisionWatch(module, recorder.current) if precision == "float64" else None
+        recorder.watch = watch
+        with _settings(module, seed=seed, training=training or masks is not None):
+            with recorder.recording(), sums.recording(), watch or contextlib.nullcontext():
+                output = self._call(module, arrays, masks)
+                results = {OUTPUT + suffix: tensor for suffix, tensor in leaves(output, is_floating)}
+                loss = self._loss(output, results, arrays, valid)
+            # Recording has ended: in the backward pass, gradient checkpointing calls modules once more.
+            if loss.requires_grad:
+                loss.backward()
+            buffers = {name: to_numpy(buffer).copy() for name, buffer in module.named_buffers()}
+        given, given_ids, outputs = by_name(recorder.calls)
+        narrow = narrow_by_name(recorder.calls)
+        if watch is not None:
+            narrow |= watch.of_each(results | {LOSS: loss})
         return Trace(
-            given=by_call(recorder.given),
-            given_ids=by_call(recorder.given_ids),
-            outputs=dict(sorted(outputs.items(), key=lambda item: rank[item[0].split("[")[0]])),
+            given=given,
+            given_ids=given_ids,
+            outputs=outputs,
             results={name: to_numpy(tensor) for name, tensor in results.items()},
             loss=to_numpy(loss),
             gradients={
-                name: np.zeros(tuple(p.shape), to_numpy(p).dtype) if p.grad is None else to_numpy(p.grad)
+                name: np.zeros(tuple(p.shape), to_numpy(p).dtype) if p.grad is None else to_numpy(p.grad).copy()
                 for name, p in module.named_parameters()
                 if p.requires_grad
             },
-            buffers={name: to_numpy(buffer) for name, buffer in module.named_buffers()},
-            summed=recorder.summed,
+            buffers=buffers,
+            summed=sums.summed(),
+            narrow=narrow,
         )
 
-    def _loss(self, output: Any, results: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> torch.Tensor:
-        if self.side.loss is None:
-            terms = [
-                (tensor * torch.from_numpy(projection(name, tuple(tensor.shape))).to(tensor.dtype)).sum()
-                for name, tensor in results.items()
-            ]
-            return torch.stack(terms).sum()
-        loss = self.side.loss(output, inputs)
-        return loss[0] / loss[1] if isinstance(loss, tuple) else loss
+    def results(
+        self,
+        inputs: Inputs,
+        *,
+        weights: Mapping[str, np.ndarray],
+        precision: Precision = "float64",
+        fast_path: bool = False,
+    ) -> dict[str, np.ndarray]:
+        """What the model returns, not watched and without gradients, with or without torch's encoder fast path."""
+        module = self.module(precision)
+        load_reference(module, weights, precision=precision)
+        arrays = tensors_of(inputs, precision, device=device_of(module))
+        with _settings(module, seed=0, training=False, fast_path=fast_path), torch.no_grad():
+            output = self.side.call(module, arrays)
+        return {OUTPUT + suffix: to_numpy(tensor) for suffix, tensor in leaves(output, is_floating)}
+
+    def draw_masks(
+        self, inputs: Inputs, seed: int, *, weights: Mapping[str, np.ndarray] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Keep masks by site, as the model's own dropout draws them: by the side's `draw_dropout`, or by watching its
+        Dropout modules."""
+        module = self.module("float32")
+        if weights is not None:
+            load_reference(module, weights, precision="float32")
+        arrays = tensors_of(inputs, "float32", device=device_of(module))
+        with _settings(module, seed=seed, training=True), torch.no_grad():
+            if self.side.draw_dropout is not None:
+                masks = dict(self.side.draw_dropout(module, arrays, seed))
+            else:
+                with drawn(module) as masks:
+                    self.side.call(module, arrays)
+        return {
+            site: np.asarray(to_numpy(mask) if isinstance(mask, torch.Tensor) else mask, bool)
+            for site, mask in masks.items()
+        }
+
+    def _call(self, module: torch.nn.Module, arrays: dict[str, Any], masks: Masks | None) -> Any:
+        if masks is None:
+            return self.side.call(module, arrays)
+        device = device_of(module)
+        tensors = {site: torch.from_numpy(np.array(mask, bool)).to(device) for site, mask in masks.items()}
+        if self.side.call_with_dropout is not None:
+            return self.side.call_with_dropout(module, arrays, tensors)
+        with handed_to(module, tensors):
+            return self.side.call(module, arrays)
+
+    def _loss(
+        self, output: Any, results: Mapping[str, torch.Tensor], inputs: Mapping[str, Any], valid: np.ndarray | None
+    ) -> torch.Tensor:
+        if self.side.loss is not None:
+            loss = self.side.loss(output, inputs)
+            return loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        if not results:
+            raise ValueError(f"expected the reference to return floating-point tensors, got {type(output).__name__}")
+        terms = []
+        for name, tensor in results.items():
+            counted = tensor
+            if valid is not None and tuple(tensor.shape[: valid.ndim]) == valid.shape:
+                # By selection: an invalid position may be NaN, which times 0 is NaN.
+                counted = tensor[torch.from_numpy(valid).to(tensor.device)]
+            weight = torch.from_numpy(projection(name, tuple(counted.shape)))
+            terms.append((counted * weight.to(counted.device, counted.dtype)).sum())
+        return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
 
 
-class _Recorder:
-    """What every submodule is given and returns, and what the gradients of biases are sums of."""
+def given_to_part(
+    side: Side, part: str, inputs: Inputs, *, weights: Mapping[str, np.ndarray] | None = None
+) -> dict[str, Any]:
+    """Runs the whole reference in float64; returns what its submodule `part` was given in its first call, by the
+    names of its parameters: arrays, structures of arrays, and whatever else. What only repeats a default at the end is
+    left out.
 
-    def __init__(self) -> None:
-        self.given: dict[str, list[list[tuple[str, np.ndarray]]]] = {}
-        self.given_ids: dict[str, list[list[tuple[str, np.ndarray]]]] = {}
-        self.returned: dict[str, list[list[tuple[str, np.ndarray]]]] = {}
-        self.order: list[str] = []
-        self.summed: dict[str, np.ndarray] = {}
+    Raises ValueError if there is no such submodule, or it is not called.
+    """
+    whole = TorchRunner(side)
+    module = whole.module("float64")
+    if weights is not None:
+        load_reference(module, weights, precision="float64")
+    try:
+        submodule = module.get_submodule(part)
+    except AttributeError:
+        near = ", ".join(name for name, _ in module.named_children())
+        raise ValueError(f"expected part to be a submodule of the reference ({near}, ...), got {part!r}") from None
+    found: list[dict[str, Any]] = []
 
-    @contextlib.contextmanager
-    def recording(self, module: torch.nn.Module) -> Iterator[None]:
-        handles = [
-            submodule.register_forward_hook(self._on_call(name), with_kwargs=True)
-            for name, submodule in module.named_modules()
-            if name
-        ]
-        try:
+    def keep(called: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if not found:
+            found.append(_by_parameter(called.forward, args, kwargs))
+
+    handle = submodule.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        with _settings(module, seed=0, training=False), torch.no_grad():
+            side.call(module, tensors_of(inputs, "float64", device=device_of(module)))
+    finally:
+        handle.remove()
+    if not found:
+        raise ValueError(f"expected the reference to call its submodule {part!r}, got no call")
+    return found[0]
+
+
+def _by_parameter(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    given: dict[str, Any] = {}
+    parameters = bound.signature.parameters
+    for name, value in bound.arguments.items():
+        if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            given |= {f"{name}.{i}": item for i, item in enumerate(value)}
+        elif parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            given |= value
+        else:
+            given[name] = value
+    while given and _is_default(parameters.get(last := list(given)[-1]), given[last]):
+        given.popitem()
+    return {
+        name: substitute(value, lambda x: isinstance(x, torch.Tensor), lambda x: to_numpy(x).copy())
+        for name, value in given.items()
+    }
+
+
+def _is_default(parameter: Any, value: Any) -> bool:
+    return parameter is not None and not isinstance(value, torch.Tensor) and parameter.default is value
+
+
+@contextlib.contextmanager
+def _settings(module: torch.nn.Module, *, seed: int, training: bool, fast_path: bool = False) -> Iterator[None]:
+    """Mode, random numbers, full precision (P6) and the encoder's fast path (P18) for one run; all of it undone after.
+
+    Integer buffers too: a training run counts them up, and they are no weights that the next run would set.
+    """
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    before = (
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+    )
+    module.train(training)
+    torch.backends.mha.set_fastpath_enabled(fast_path)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _on_call(self, name: str) -> Any:
-        def hook(called: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given = (args, list(kwargs.values()))
-            self.given.setdefault(name, []).append(_arrays(given, _is_floating))
-            self.given_ids.setdefault(name, []).append(_arrays(given, _is_discrete))
-            self.returned.setdefault(name, []).append(_arrays(output, _is_floating))
-            self.order.append(numbered(name, len(self.returned[name])))
-            if isinstance(called, torch.nn.Linear) and called.bias is not None and output.requires_grad:
-                output.register_hook(self._on_gradient(f"{name}.bias"))
-
-        return hook
-
-    def _on_gradient(self, bias: str) -> Any:
-        def hook(gradient: torch.Tensor) -> None:
-            total = to_numpy(gradient.abs().flatten(0, -2).sum(0))
-            self.summed[bias] = self.summed[bias] + total if bias in self.summed else total
-
-        return hook
+    finally:
+        module.eval()
+        torch.backends.mha.set_fastpath_enabled(before[0])
+        torch.set_float32_matmul_precision(before[1])
+        torch.backends.cudnn.allow_tf32 = before[2]
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in buffers and buffer.shape == buffers[name].shape:
+                    buffer.copy_(buffers[name])
 
 
 def load_reference(module: torch.nn.Module, weights: Mapping[str, np.ndarray], *, precision: Precision) -> None:
@@ -140,33 +273,31 @@ def load_reference(module: torch.nn.Module, weights: Mapping[str, np.ndarray], *
         raise ValueError(f"expected a weight for every parameter of the reference, got none for {missing}")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
+            parameter.copy_(_tensor(weights[name]))
             parameter.grad = None
         for name, buffer in module.named_buffers():
             if name in weights:
-                buffer.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
+                buffer.copy_(_tensor(weights[name]))
 
 
-def tensors_of(inputs: Inputs, precision: Precision) -> dict[str, torch.Tensor]:
+def tensors_of(inputs: Inputs, precision: Precision, *, device: torch.device | None = None) -> dict[str, Any]:
     """Inputs as tensors; floating-point ones in the precision of the run."""
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
-    return {name: t.to(getattr(torch, precision)) if t.is_floating_point() else t for name, t in tensors.items()}
+
+    def place(array: np.ndarray) -> torch.Tensor:
+        tensor = _tensor(array).to(device)
+        return tensor.to(getattr(torch, precision)) if tensor.is_floating_point() else tensor
+
+    return {name: substitute(value, lambda x: isinstance(x, np.ndarray), place) for name, value in inputs.items()}
 
 
-def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """On the host; bfloat16 as float32, which holds it exactly."""
-    tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+def device_of(module: torch.nn.Module) -> torch.device:
+    """That of its first parameter or buffer."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")
 
 
-def _arrays(value: Any, wanted: Any) -> list[tuple[str, np.ndarray]]:
-    # A copy: a module may change its input in place.
-    return [(suffix, to_numpy(tensor).copy()) for suffix, tensor in leaves(value, wanted)]
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _is_discrete(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_floating_point()
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    # torch neither takes negative strides nor wants memory that it may not write.
+    array = np.ascontiguousarray(array)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

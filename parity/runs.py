@@ -1,21 +1,27 @@
 """Both sides of a pair, built once, and every run of them that several rungs look at."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
+from parity import float64_end
 from parity.capture_flax import FlaxRunner
 from parity.compare import NOTHING_COMPARED, norm, relative_error
 from parity.facts import Facts
-from parity.pair import Inputs, KnownDifference, Pair, Precision
+from parity.layout import Layouts
+from parity.naming import Names, by_position, names_by_call, selected
+from parity.pair import Inputs, KnownDifference, Masks, Pair, Precision
+from parity.part import PartInputs, pair_of_part, replayed
 from parity.rungs import NotComparedError
 from parity.tolerances import zero_noise
-from parity.trace import Trace, module_of
+from parity.trace import LOSS, Trace, call_of, method_of, module_of
 from parity.weights.derive import Derived, derive
 from parity.weights.mapping import WeightMapping
+from parity.weights.variation import moved_by_a_rounding, without_constants
+
+__all__ = ["GATES", "Errors", "Reference", "Runs", "moved_by_a_rounding", "zero_among"]
 
 Errors = dict[str, float]
 """Relative error of each tensor of a run against the float64 answer."""
@@ -44,14 +50,20 @@ class Runs:
     """
 
     def __init__(self, pair: Pair, *, seed: int = 0, golden: Any = None):
-        self.pair = pair
+        self.whole = pair
+        """The pair as it was given; with `Pair.part`, `pair` is that of the submodule."""
+        self.pair = pair_of_part(pair) if pair.part else pair
         self.seed = seed
         self.golden = golden
-        self.batches: tuple[Inputs, ...] = golden.batches if golden is not None else pair.batches(seed=seed)
+        self.batches: tuple[Inputs, ...] = (
+            golden.batches if golden is not None else tuple(self._of_part(b) for b in pair.batches(seed=seed))
+        )
         self.redrawn: set[str] = set()
         """Tensors that further runs of the reference judged; see FLOAT32_DRAWS."""
         self.uncompared: set[str] = set()
-        """Modules that only one side has."""
+        """Modules (and methods) of which only one side has outputs."""
+        self.matched_by_position: set[str] = set()
+        """Calls whose arrays bear other keys on the two sides."""
         self.results_identical = self.gradients_identical = NOTHING_COMPARED
         self._zero: dict[int, frozenset[str]] = {}
         self._reference_errors: dict[tuple[int, int | None], tuple[Errors, Errors]] = {}
@@ -100,6 +112,16 @@ class Runs:
             self.reference_facts, self.port_facts, mapping=self.pair.mapping, modules=tuple(self.pair.modules)
         )
 
+    @functools.cached_property
+    def layouts(self) -> Layouts:
+        """Which arrays of the reference have their axes in another order than the port's."""
+        return Layouts(self.reference_facts, self.port_facts, modules=self.derived.modules, given=self.pair.layouts)
+
+    @functools.cached_property
+    def names(self) -> Names:
+        """The reference's module names for the port's."""
+        return Names(self.derived.modules, self.derived.stacked, self.pair.modules)
+
     @property
     def mapping(self) -> WeightMapping:
         """From the reference's names and layouts to the port's."""
@@ -113,14 +135,24 @@ class Runs:
     @functools.cached_property
     def weights(self) -> dict[str, np.ndarray]:
         """What the reference is loaded with, in float32: see `Pair.weights`; adjusted where a known difference asks."""
+        return self.derived.adjust(self.reference_weights)
+
+    @functools.cached_property
+    def reference_weights(self) -> dict[str, np.ndarray]:
+        """The same before it is adjusted: what can be known without the port."""
+        if self.golden is not None:
+            return dict(self.golden.weights())
         given = self.pair.weights
-        weights = dict(given) if given is not None else _without_constants(self.reference_runner.weights(), self.seed)
-        return self.derived.adjust(weights)
+        return dict(given) if given is not None else without_constants(self.reference_runner.weights(), self.seed)
 
     @functools.cached_property
     def port_weights(self) -> dict[str, np.ndarray]:
         """The same for the port. Raises MappingError, which names every key that does not fit."""
-        used = {name: array for name, array in self.weights.items() if self.derived.travels(name)}
+        return self.to_port(self.weights)
+
+    def to_port(self, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Any weights of the reference by the port's names. Raises MappingError, as above."""
+        used = {name: array for name, array in weights.items() if self.derived.travels(name)}
         expected = {n: s for n, s in self.port_runner("float32").specs().items() if self.derived.expects(n)}
         expected = {n: np.broadcast_to(np.float32(0), s.shape) for n, s in expected.items()}
         return self.mapping.apply(used, expected=expected)
@@ -134,11 +166,24 @@ class Runs:
         return self._kept("port", precision, batch)
 
     def run_reference(
-        self, inputs: Inputs, precision: Precision, *, weights: Mapping[str, np.ndarray] | None = None
+        self,
+        inputs: Inputs,
+        precision: Precision,
+        *,
+        weights: Mapping[str, np.ndarray] | None = None,
+        training: bool = False,
+        masks: Masks | None = None,
     ) -> Trace:
-        """A run that is not kept."""
+        """A run that is not kept; arrays with their axes in the port's order, at valid positions alone.
+
+        `masks`: keep masks by site, by the reference's names; they imply training mode.
+        """
         weights = self.weights if weights is None else weights
-        return self.reference_runner.trace(inputs, weights=weights, precision=precision)
+        inputs, valid = self._of_part(inputs), self._valid(inputs)
+        options = {"training": training, "masks": masks, "valid": valid} if self.golden is None else {}
+        trace = self.reference_runner.trace(inputs, weights=weights, precision=precision, **options)
+        trace = trace if self.pair.port is None else self.layouts.apply(trace)
+        return trace if valid is None else selected(trace, valid)
 
     def run_port(
         self,
@@ -147,11 +192,54 @@ class Runs:
         *,
         weights: Mapping[str, np.ndarray] | None = None,
         tap: bool = True,
+        training: bool = False,
+        masks: Masks | None = None,
+        handed: Mapping[str, list[np.ndarray]] | None = None,
     ) -> Trace:
-        """A run that is not kept; `weights` by the port's names."""
+        """A run that is not kept; `weights` by the port's names, `masks` by the sites' names in the reference."""
         weights = self.port_weights if weights is None else weights
-        trace = self.port_runner(precision).trace(inputs, weights=weights, tap=tap)
-        return self._in_reference_names(trace)
+        inputs, valid = self._of_part(inputs), self._valid(inputs)
+        trace = self.port_runner(precision).trace(
+            inputs,
+            weights=weights,
+            tap=tap,
+            training=training,
+            masks=None if masks is None else self._in_port_names(masks),
+            handed=None if handed is None else self._in_port_names(handed),
+            valid=valid,
+        )
+        trace, calls = by_position(self.names.apply(trace), self._names_of_arrays)
+        self.matched_by_position |= set(calls)
+        return trace if valid is None else selected(trace, valid)
+
+    def handed(self, batch: int = 0) -> Trace:
+        """The port's float64 run in which every module is given the reference's own inputs: errors do not add up.
+
+        `given` is what the port would have given to a call; `outputs` what the module made of the reference's inputs.
+        Masks, ids and settings, and arrays of another shape, stay the port's own; so do inputs inside `nnx.scan`.
+        """
+        key = ("handed", "float64", batch)
+        if key not in self._traces:
+            inputs = self.batches[batch]
+            reference = self.reference("float64", batch)
+            if self._valid(inputs) is not None and self.golden is None:  # whole arrays, not their valid positions
+                reference = self.layouts.apply(
+                    self.reference_runner.trace(inputs, weights=self.weights, precision="float64")
+                )
+            given: dict[str, list[np.ndarray]] = {}
+            for name, array in reference.given.items():
+                given.setdefault(call_of(name), []).append(array)
+            self._traces[key] = self.run_port(inputs, "float64", handed=given)
+        return self._traces[key]
+
+    def draw_masks(self, side: str, seed: int, *, batch: int = 0) -> dict[str, np.ndarray]:
+        """Keep masks by site (the reference's names), as the dropout of a side, `reference` or `port`, draws them."""
+        if side == "reference":
+            return dict(self.live_reference().draw_masks(self.batches[batch], seed, weights=self.weights))
+        if side != "port":
+            raise ValueError(f"expected 'reference' or 'port', got {side!r}")
+        drawn = self.port_runner("float32").draw_masks(self.batches[batch], seed, weights=self.port_weights)
+        return {self.names.of(module_of(site)) + site[len(module_of(site)) :]: mask for site, mask in drawn.items()}
 
     def gradients_in_port_layout(self, reference: Trace) -> dict[str, np.ndarray]:
         """The reference's gradients under the port's names."""
@@ -174,20 +262,26 @@ class Runs:
         """
         key = (batch, draw)
         if key not in self._reference_errors:
-            if self.golden is not None:
-                self._reference_errors[key] = self.golden.errors(batch, draw)
-            else:
-                self._reference_errors[key] = self._live_errors(batch, draw)
+            measured = self._live_errors if self.golden is None else self._recorded_errors
+            self._reference_errors[key] = measured(batch, draw)
         return self._reference_errors[key]
+
+    def _recorded_errors(self, batch: int, draw: int | None) -> tuple[Errors, Errors]:
+        recorded = self.golden.float32(batch, draw)
+        difference, exact = (
+            self.mapping.apply({n: x for n, x in arrays.items() if self.derived.travels(n)}, kind="gradient")
+            for arrays in (recorded.difference, recorded.exact)
+        )
+        zero = self.zero_gradients(batch)
+        gradients = {n: relative_error(exact[n] + x, exact[n]) for n, x in difference.items() if n not in zero}
+        return recorded.outputs, gradients
 
     def _live_errors(self, batch: int, draw: int | None) -> tuple[Errors, Errors]:
         if draw is None:
             exact, run = self.reference("float64", batch), self.reference("float32", batch)
         else:
             moved = moved_by_a_rounding(self.weights, seed=draw)
-            exact, run = (
-                self.run_reference(self.batches[batch], precision, weights=moved) for precision in GATES
-            )
+            exact, run = (self.run_reference(self.batches[batch], precision, weights=moved) for precision in GATES)
         zero = self.zero_gradients(batch)
         gradients = {
             name: relative_error(array, exact_array)
@@ -219,7 +313,9 @@ class Runs:
     def zero_gradients(self, batch: int) -> frozenset[str]:
         """The port's parameters whose float64 gradient is nothing but the rounding of what was summed."""
         if batch not in self._zero:
-            self._zero[batch] = zero_among(self.reference_gradients(batch), self.summed(batch))
+            reference = self.reference("float64", batch)
+            dtype = np.float32 if LOSS in float64_end.narrow(reference) else np.float64
+            self._zero[batch] = zero_among(self.reference_gradients(batch), self.summed(batch), dtype=dtype)
         return self._zero[batch]
 
     def zero_names(self) -> frozenset[str]:
@@ -227,30 +323,46 @@ class Runs:
         return frozenset().union(*self._zero.values())
 
     def comparable(self, reference: Trace, port: Trace) -> frozenset[str]:
-        """Names of module outputs to compare: of modules that both sides have, whether or not both called them."""
-        here = {self.derived.modules.get(path, path) for path in self.port_facts}
-        both = self.reference_facts.keys() & here
-        outputs = [*reference.outputs, *port.outputs]
-        missing = {module_of(name) for name in outputs if module_of(name) not in both}
-        self.uncompared |= missing
+        """Names of module outputs to compare: of modules that both sides have and the reference called, whether or not
+        the port called them; of other methods where both called them."""
         silent = port.not_captured.keys() | reference.not_captured.keys()
-        return frozenset(n for n in outputs if module_of(n) not in missing and module_of(n) not in silent)
+        here = {name for path in self.port_facts for name in self.names.every(path)}
+        here |= {module_of(name) for name in port.outputs} | silent
+        both = self.reference_facts.keys() & here & {module_of(name) for name in reference.outputs}
+        names: set[str] = set()
+        for name in {**reference.outputs, **port.outputs}:
+            module, method = module_of(name), method_of(name)
+            one_sided = method and not (name in reference.outputs and name in port.outputs)
+            if module in silent or module in self.derived.inside:
+                continue
+            if module not in both or one_sided:
+                self.uncompared.add(f"{module}:{method}" if method else module)
+            else:
+                names.add(name)
+        return frozenset(names)
 
     def float64_ends(self, batch: int) -> str | None:
-        """The first tensor of either float64 run that is not float64: a module casts to float32 inside."""
-        for side, trace in (("reference", self.reference("float64", batch)), ("port", self.port("float64", batch))):
-            for name, array in trace.everything.items():
-                if array.dtype != np.float64:
-                    return f"{name} of the {side}"
-        return None
+        """Where float32, or less, first enters either float64 run: the module, the side and the line."""
+        return float64_end.place(self.reference("float64", batch), self.port("float64", batch))
 
     def float64_bounds(self, batch: int) -> dict[str, float]:
-        """Bounds other than FLOAT64_RELATIVE: those of float32, from where float64 ends."""
-        return {}
+        """Bounds other than FLOAT64_RELATIVE: those of float32, for tensors that float32 entered on either side."""
+        if self.float64_ends(batch) is None:
+            return {}
+        traces = (self.port("float64", batch), self.reference("float64", batch))
+        return float64_end.bounds(float64_end.narrow(*traces), self.reference_errors(batch)[0])
 
     def float64_gradient_bounds(self, batch: int) -> dict[str, float]:
-        """The same for gradients."""
-        return {}
+        """The same for gradients: of all of them, if float32 entered the loss."""
+        if self.gradient_dtype(batch) is np.float64:
+            return {}
+        theirs = self.reference_errors(batch)[1]
+        return float64_end.bounds(theirs.keys(), theirs)
+
+    def gradient_dtype(self, batch: int) -> type:
+        """That of the rounding noise in the gradients of the float64 runs: float32 where that entered the loss."""
+        traces = (self.port("float64", batch), self.reference("float64", batch))
+        return np.float32 if LOSS in float64_end.narrow(*traces) else np.float64
 
     def reference_brings(self, what: str) -> bool:
         """Whether the reference's side has this field, or the golden file was recorded with it."""
@@ -277,57 +389,38 @@ class Runs:
             self._traces[key] = run(self.batches[batch], precision)
         return self._traces[key]
 
-    def _in_reference_names(self, trace: Trace) -> Trace:
-        names = self.derived.modules
+    def _of_part(self, inputs: Inputs) -> Inputs:
+        if not self.whole.part or self.golden is not None or isinstance(inputs, PartInputs):
+            return inputs
+        return replayed(self.whole, inputs)
 
-        def renamed(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-            return {names.get(module_of(name), module_of(name)) + name[len(module_of(name)) :]: a for name, a in arrays.items()}
+    def _valid(self, inputs: Inputs) -> np.ndarray | None:
+        if self.pair.valid is None or self.golden is not None:
+            return None
+        whole = inputs.whole if isinstance(inputs, PartInputs) else inputs
+        return np.asarray(self.pair.valid(whole), bool)
 
-        if not names:
-            return trace
-        return dataclasses.replace(
-            trace,
-            given=renamed(trace.given),
-            given_ids=renamed(trace.given_ids),
-            outputs=renamed(trace.outputs),
-            not_captured={names.get(name, name): why for name, why in trace.not_captured.items()},
-        )
+    @functools.cached_property
+    def _names_of_arrays(self) -> dict[str, list[str]]:
+        trace = self.reference("float64")
+        return names_by_call([*trace.outputs, *trace.results])
+
+    def _in_port_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        paths = self.names.port_names((module_of(name) for name in values), self.port_facts)
+        return {
+            paths.get(module_of(name), module_of(name)) + name[len(module_of(name)) :]: v for name, v in values.items()
+        }
 
 
 GATES: tuple[Precision, Precision] = ("float64", "float32")
 
 
-def zero_among(gradients: Mapping[str, np.ndarray], summed: Mapping[str, np.ndarray]) -> frozenset[str]:
-    """Names of the float64 gradients that are nothing but the rounding of what was summed."""
+def zero_among(
+    gradients: Mapping[str, np.ndarray], summed: Mapping[str, np.ndarray], *, dtype: type = np.float64
+) -> frozenset[str]:
+    """Names of the gradients, computed in `dtype`, that are nothing but the rounding of what was summed."""
     return frozenset(
         name
         for name, scale in summed.items()
-        if norm(scale) > 0 and norm(gradients[name]) <= zero_noise(norm(scale), np.float64)
+        if norm(scale) > 0 and norm(gradients[name]) <= zero_noise(norm(scale), dtype)
     )
-
-
-def moved_by_a_rounding(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, np.ndarray]:
-    """Each float32 weight moved to one of its neighbours, or not at all."""
-    rng = np.random.default_rng(seed)
-    directions = (np.float32(-np.inf), np.float32(np.inf))
-    moved = {}
-    for name, weight in weights.items():
-        which = rng.integers(0, 3, weight.shape)
-        moved[name] = np.where(
-            which == 2, weight, np.where(which == 1, *(np.nextafter(weight, limit) for limit in directions))
-        )
-    return moved
-
-
-def _without_constants(weights: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
-    """Noise on tensors of one value: at their initial 0 and 1, two biases that were exchanged would look alike."""
-    rng = np.random.default_rng(seed)
-    varied = {}
-    for name, array in weights.items():
-        constant = array.size > 0 and bool((array == array.flat[0]).all())
-        if constant and array.flat[0] == 0.0:
-            array = array + 0.1 * rng.standard_normal(array.shape)
-        elif constant:  # positive stays positive: it may be a variance
-            array = array * (1.0 + 0.5 * rng.random(array.shape))
-        varied[name] = np.asarray(array, np.float32)
-    return varied

@@ -28,6 +28,9 @@ def climb(runs: Runs) -> Outcome:
         notes += [f"not captured: {name} ({why})" for name, why in runs.port("float64", number).not_captured.items()]
     if all(comparison.passed for comparison in exact):
         sections += _float32(runs)
+    if runs.matched_by_position:
+        calls = ", ".join(sorted(runs.matched_by_position))
+        notes.append(f"keys differ, matched by position: {calls}")
     if runs.uncompared:
         notes.append(f"modules of one side only, not compared: {', '.join(sorted(runs.uncompared))}")
     return Outcome(sections=tuple(sections), notes=tuple(dict.fromkeys(notes)))

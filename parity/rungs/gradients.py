@@ -31,7 +31,7 @@ def climb(runs: Runs) -> Outcome:
         bounds = runs.float64_gradient_bounds(number)
         found = compare_all(_without(port, zero), _without(answer, zero), bounds=bounds)
         exact += labelled(found, runs, number)
-        noise += labelled(_zeros(port, summed, zero=zero, dtype=np.float64), runs, number)
+        noise += labelled(_zeros(port, summed, zero=zero, dtype=runs.gradient_dtype(number)), runs, number)
     sections = [section("gradients", "float64", FLOAT64_RULE, exact)]
     if noise:
         sections.append(section("gradients that are zero", "float64", ZERO_RULE, noise))
