@@ -12,10 +12,13 @@ from typing import Any
 
 EXECUTABLE = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
-# The last four keep it from looking for hosts that a closed network does not have.
-ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe") + (
+ARGUMENTS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe"),
+    # These keep it from looking for hosts that a closed network does not have.
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic"),
 )
+# It expects its ends of the pipes as file descriptors 3 and 4; by way of 98 and 99, not to close one with the other.
+START = 'exec 98<&"$0" 99>&"$1" 3<&98 4>&99; shift; exec "$@"'
 
 
 class Page:
@@ -91,16 +94,11 @@ def browsing() -> Iterator[Page]:
     read_commands, write_commands = os.pipe()
     read_answers, write_answers = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        # Chromium expects its ends of the pipes as file descriptors 3 and 4; moved out of the way of each other first.
         process = subprocess.Popen(
             [
-                "bash",
-                "-c",
-                'exec 98<&"$0" 99>&"$1" 3<&98 4>&99; shift; exec "$@"',
-                str(read_commands),
-                str(write_answers),
-            ]
-            + [EXECUTABLE, *ARGUMENTS, f"--user-data-dir={profile}"],
+                *("bash", "-c", START, str(read_commands), str(write_answers)),
+                *(EXECUTABLE, *ARGUMENTS, f"--user-data-dir={profile}"),
+            ],
             pass_fds=(read_commands, write_answers),
             stderr=subprocess.DEVNULL,
         )

@@ -40,6 +40,9 @@ class Diagnosis:
     fix: str = "set eps to 1e-5"
     alternatives: tuple[str, ...] = ("fast variance",)
 
+    def __str__(self) -> str:
+        return f"{self.sentence}; fix: {self.fix}."
+
 
 def _section(title: str, precision: str, comparisons: list[Comparison]) -> Section:
     return Section(title=title, precision=precision, rule=f"the {precision} rule", comparisons=tuple(comparisons))

@@ -136,7 +136,7 @@ def test_of_several_batches_the_worst_is_drawn(equal: Any) -> None:
         }
         for n, error in ((1, 1e-16), (2, 4e-16), (3, 2e-16))
     ]
-    assert [(p.name, p.exact) for p in series.outputs(document)][0] == ("embed", 4e-16)
+    assert next((p.name, p.exact) for p in series.outputs(document)) == ("embed", 4e-16)
 
 
 def test_infinity_lies_above_all_that_is_finite() -> None:
