@@ -10,6 +10,7 @@ from parity import float64_end
 from parity.capture_flax import FlaxRunner
 from parity.compare import NOTHING_COMPARED, norm, relative_error
 from parity.facts import Facts
+from parity.framework_calls import FrameworkCalls
 from parity.layout import Layouts
 from parity.naming import Names, by_position, names_by_call, selected
 from parity.pair import Inputs, KnownDifference, Masks, Pair, Precision
@@ -118,6 +119,11 @@ class Runs:
         return Layouts(self.reference_facts, self.port_facts, modules=self.derived.modules, given=self.pair.layouts)
 
     @functools.cached_property
+    def framework_calls(self) -> FrameworkCalls:
+        """In what order the frameworks' own modules are given and return what they do."""
+        return FrameworkCalls(self.reference_facts, self.port_facts, self.derived.pairs)
+
+    @functools.cached_property
     def names(self) -> Names:
         """The reference's module names for the port's."""
         return Names(self.derived.modules, self.derived.stacked, self.pair.modules)
@@ -208,7 +214,8 @@ class Runs:
             handed=None if handed is None else self._in_port_names(handed),
             valid=valid,
         )
-        trace, calls = by_position(self.names.apply(trace), self._names_of_arrays)
+        trace = self.framework_calls.apply(self.names.apply(trace), self._names_of_arrays)
+        trace, calls = by_position(trace, self._names_of_arrays)
         self.matched_by_position |= set(calls)
         return trace if valid is None else selected(trace, valid)
 
@@ -229,7 +236,7 @@ class Runs:
             given: dict[str, list[np.ndarray]] = {}
             for name, array in reference.given.items():
                 given.setdefault(call_of(name), []).append(array)
-            self._traces[key] = self.run_port(inputs, "float64", handed=given)
+            self._traces[key] = self.run_port(inputs, "float64", handed=self.framework_calls.handed(given))
         return self._traces[key]
 
     def draw_masks(self, side: str, seed: int, *, batch: int = 0) -> dict[str, np.ndarray]:
@@ -337,6 +344,8 @@ class Runs:
                 continue
             if module not in both or one_sided:
                 self.uncompared.add(f"{module}:{method}" if method else module)
+            elif self.framework_calls.of_one_side(name, reference, port):
+                self.uncompared.add(call_of(name).partition("#")[0] + name[len(call_of(name)) :])
             else:
                 names.add(name)
         return frozenset(names)
