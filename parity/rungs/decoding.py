@@ -38,6 +38,12 @@ def climb(runs: Runs) -> Outcome:
     return Outcome(sections=(section("decoded", "float64", DECODING_RULE, comparisons),), evidence=evidence)
 
 
+def _weights(runs: Runs) -> dict[str, dict[str, np.ndarray]]:
+    """The pair's own, and with larger matrices: an untrained model mostly repeats one token, whatever it is given."""
+    larger = {name: array * LIVELY if array.ndim > 1 else array for name, array in runs.weights.items()}
+    return {"": runs.weights, " with larger matrices": larger}
+
+
 def _compared(got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], batch: str) -> Iterator[Comparison]:
     for name in [*expected, *(name for name in got if name not in expected)]:
         if name not in got or name not in expected:

@@ -125,11 +125,11 @@ def test_a_model_that_returns_no_numbers_is_no_proof() -> None:
     port = Side(build=lambda: Port(lambda y: y), call=lambda module, inputs: {})
     reference = Side(build=Reference, call=lambda module, inputs: {})
     nothing = Pair(reference=reference, port=port, inputs={"x": np.ones((2, 5))})
-    with pytest.raises(ValueError, match="expected .* to return"):
+    with pytest.raises(ValueError, match=r"expected .* to return"):
         ladder.check(nothing, rungs=CORE)
 
 
-PORT_FILE = '''
+PORT_FILE = """
 import flax.nnx as nnx
 import numpy as np
 import torch
@@ -156,7 +156,7 @@ class Reference(torch.nn.Module):
 
 def pair():
     return parity.Pair(reference=Reference, port=Port, inputs={{"x": np.random.default_rng(0).normal(size=(4, 5))}})
-'''
+"""
 
 
 @pytest.mark.parametrize(("change", "status"), [("", 0), ("* (1 + 1e-9)", 1)])
