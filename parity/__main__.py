@@ -265,7 +265,10 @@ def _own_pair(preset: Preset | None, checkpoint: Path | None, fields: dict[str, 
 def _installed(package: str) -> bool:
     import importlib.util
 
-    return importlib.util.find_spec(package) is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _rungs(asked: Sequence[str]) -> Sequence[str]:

@@ -25,7 +25,7 @@ def climb(runs: Runs) -> Outcome:
         ends = runs.float64_ends(number)
         if ends is not None:
             notes.append(f"float64 ends at {ends}: from there on the float32 rule judges")
-        notes += [f"not captured: {name} ({why})" for name, why in runs.port("float64", number).not_captured.items()]
+        notes += _not_captured(runs, number)
     if all(comparison.passed for comparison in exact):
         sections += _float32(runs)
     if runs.matched_by_position:
@@ -34,6 +34,15 @@ def climb(runs: Runs) -> Outcome:
     if runs.uncompared:
         notes.append(f"modules of one side only, not compared: {', '.join(sorted(runs.uncompared))}")
     return Outcome(sections=tuple(sections), notes=tuple(dict.fromkeys(notes)))
+
+
+def _not_captured(runs: Runs, number: int) -> Iterator[str]:
+    """Modules of either side, those with the same reason on one line."""
+    reasons: dict[str, list[str]] = {}
+    for trace in (runs.port("float64", number), runs.reference("float64", number)):
+        for name, why in trace.not_captured.items():
+            reasons.setdefault(why, []).append(name)
+    yield from (f"not captured: {', '.join(dict.fromkeys(names))} ({why})" for why, names in reasons.items())
 
 
 def _float64(runs: Runs) -> Iterator[Comparison]:
