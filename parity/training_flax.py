@@ -3,13 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from parity.capture_flax import FlaxRunner
 from parity.compilation import jit
 from parity.pair import Inputs, Masks, Training
+from parity.rungs import NotComparedError
 
 MOMENTS: Mapping[str, tuple[str, ...]] = {
     "exp_avg": ("mu",),
@@ -21,12 +24,24 @@ MOMENTS: Mapping[str, tuple[str, ...]] = {
 """What torch calls it, and what the fields of optax's states are called."""
 
 
-def clipped(runner: FlaxRunner, gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the port's clipping makes of these gradients."""
-    assert runner.side.clip is not None
-    with runner.numerics():
-        arrays = runner.side.clip({name: jnp.asarray(array) for name, array in gradients.items()})
-        return {name: np.asarray(array) for name, array in arrays.items()}
+class FlaxClipping:
+    """The port's clipping, compiled if it can be."""
+
+    def __init__(self, runner: FlaxRunner):
+        clip = runner.side.clip
+        assert clip is not None
+        self.runner, self._clip = runner, clip
+        self._compiled = jit(lambda gradients: dict(clip(gradients)), precision="float64")
+
+    def __call__(self, gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What it makes of these gradients."""
+        with self.runner.numerics():
+            tensors = {name: jnp.asarray(array) for name, array in gradients.items()}
+            try:
+                arrays = self._compiled(tensors)
+            except jax.errors.JAXTypeError:  # it decides by a value, in Python
+                arrays = self._clip(tensors)
+            return {name: np.asarray(array) for name, array in arrays.items()}
 
 
 class OptaxOptimizer:
@@ -83,3 +98,20 @@ class FlaxTraining:
         with self.runner.numerics():
             # Copies: a step may give up the memory of the state that goes in.
             return {name: np.array(p, np.float64) for name, p in self.training.parameters(self.state).items()}
+
+
+def initial(runner: FlaxRunner, seed: int, names: frozenset[str]) -> dict[str, np.ndarray]:
+    """Freshly drawn parameters of the port in float32: by the side's `initial`, or by building it once more.
+
+    Raises NotComparedError for a port that is built of shapes only.
+    """
+    side = runner.side
+    with runner.numerics():
+        if side.initial is not None:
+            drawn = dict(side.initial(seed))
+        else:
+            state = nnx.to_flat_state(nnx.state(side.module("float32", seed=seed), nnx.Param))
+            drawn = {".".join(map(str, path)): variable.get_value() for path, variable in state}
+        if any(isinstance(array, jax.ShapeDtypeStruct) for array in drawn.values()):
+            raise NotComparedError("the port is built of shapes only, and its side brings no `initial`")
+        return {name: np.asarray(array, np.float32) for name, array in drawn.items() if name in names}

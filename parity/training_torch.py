@@ -1,6 +1,6 @@
 """The reference's clipping, optimizer and training step, on numpy arrays by name, in float64."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -93,13 +93,19 @@ class TorchTraining:
         return {name: to_numpy(p).astype(np.float64) for name, p in self.training.parameters(self.state).items()}
 
 
-def drawn(build: Callable[[], Any], seed: int) -> Any:
-    """`build()` with torch's global random numbers seeded, which are as before afterwards."""
-    with torch.random.fork_rng(devices=[]):
+def initial(side: Side, seed: int, names: frozenset[str]) -> dict[str, np.ndarray]:
+    """Freshly drawn parameters of the reference in float32: by the side's `initial`, or by building it once more.
+
+    torch's global random numbers are seeded meanwhile, and afterwards as before.
+    """
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return build()
-
-
-def parameters_of(module: torch.nn.Module, names: Sequence[str] | frozenset[str]) -> dict[str, np.ndarray]:
-    """Values of these parameters, in float32."""
-    return {n: to_numpy(p.to(torch.float32)).copy() for n, p in module.named_parameters() if n in names}
+        if side.initial is not None:
+            drawn = dict(side.initial(seed))
+        else:
+            drawn = dict(side.module("float32", seed=seed).named_parameters())
+    arrays = {name: array for name, array in drawn.items() if name in names}
+    return {
+        name: to_numpy(array.to(torch.float32)).copy() if isinstance(array, torch.Tensor) else np.asarray(array)
+        for name, array in arrays.items()
+    }

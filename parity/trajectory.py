@@ -170,14 +170,16 @@ class ComposedPort(Composed):
         from parity import training_flax
 
         super().__init__(runs, runs.pair.port, runs.port_weights, names)
-        self.flax, self.runner = training_flax, runs.port_runner("float64")
+        self.runner = runs.port_runner("float64")
+        self.clipping = None if self.side.clip is None else training_flax.FlaxClipping(self.runner)
         self.optimizer = training_flax.OptaxOptimizer(self.runner, self.side.optimizer, self.parameters())
 
     def _trace(self, inputs: Inputs, masks: Masks) -> Any:
         return self.runs.run_port(inputs, "float64", weights=self.weights, tap=False, training=True, masks=masks)
 
     def _clipped(self, gradients: Tensors) -> dict[str, np.ndarray]:
-        return self.flax.clipped(self.runner, gradients)
+        assert self.clipping is not None
+        return self.clipping(gradients)
 
     def _scheduled(self) -> Any:
         with self.runner.numerics():

@@ -133,6 +133,8 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
         lambda: jit(make_update(_in_precision(config, "float64"), optimizer, smoothing=smoothing), precision="float64")
     )
     sites = _Sites(config, _port_sites)
+    in_float32 = _in_precision(config, "float32")
+    draw_parameters = jit(lambda key: initial_parameters(in_float32, key), precision="float64")
     draw = jax.jit(lambda key, inputs: sites.draw(inputs, flax_transformer.DropoutKey(key)))
 
     def loss(logits: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -159,7 +161,7 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
         call_with_dropout=lambda module, inputs, masks: module(
             inputs["src"], inputs["tgt_in"], dropout=flax_transformer.DropoutMasks(masks)
         ),
-        initial=lambda seed: initial_parameters(_in_precision(config, "float32"), jax.random.key(seed)),
+        initial=lambda seed: draw_parameters(jax.random.key(seed)),
         clip=lambda gradients: clipping.update(gradients, clipping.init(gradients))[0],
         optimizer=make_adam(optimizer, 1.0),
         schedule=lambda step: noam(step - 1),

@@ -30,6 +30,9 @@ def climb(runs: Runs) -> Outcome:
     if runs.pair.port is None or runs.pair.port.clip is None or not runs.reference_brings("clip"):
         raise NotComparedError("the pair does not bring clipping on both sides")
     runs.live_reference()
+    from parity.training_flax import FlaxClipping
+
+    port = FlaxClipping(runs.port_runner("float64"))
     names, apart = _norm_preserving(runs)
     unit, notes = _random_gradients(names, seed=runs.seed), list(names.note)
     if apart:
@@ -42,7 +45,7 @@ def climb(runs: Runs) -> Outcome:
         given = {name: scale * max_norm * array for name, array in unit.items()}
         expected = names.in_port_layout(_reference(runs, given), kind="gradient")
         ported = names.in_port_layout(given, kind="gradient")
-        got = _port(runs, ported)
+        got = port(ported)
         found = list(_at_scale(got, expected, scale))
         comparisons += found
         error = max(comparison.error for comparison in found)
@@ -104,9 +107,3 @@ def _reference(runs: Runs, gradients: Tensors) -> dict[str, np.ndarray]:
     from parity import training_torch
 
     return training_torch.clipped(runs.pair.reference, gradients)
-
-
-def _port(runs: Runs, gradients: Tensors) -> dict[str, np.ndarray]:
-    from parity import training_flax
-
-    return training_flax.clipped(runs.port_runner("float64"), gradients)
