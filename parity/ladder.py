@@ -32,6 +32,7 @@ from parity.rungs import (
     weights,
 )
 from parity.runs import Runs
+from parity.tree import Node, tree
 from parity.weights.mapping import MappingError
 
 RUNGS: tuple[tuple[str, ModuleType, str], ...] = (
@@ -78,6 +79,8 @@ class Report:
     """Tensors whose float32 error was beyond twice the reference's, and was judged by further runs of the reference."""
     num_parameters: int
     seconds: float
+    tree: tuple[Node, ...] = ()
+    """Every module, with the first that differs marked."""
     golden: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What stood for the reference: its file, when and with which versions it was recorded; empty if it was alive."""
 
@@ -144,6 +147,7 @@ def check(
         zero_gradients=tuple(sorted(runs.zero_names())),
         redrawn=tuple(sorted(runs.redrawn)),
         num_parameters=_num_parameters(runs),
+        tree=_tree(runs, climbed, first),
         seconds=time.perf_counter() - started,
         golden={} if golden is None else golden.recorded,
     )
@@ -157,6 +161,13 @@ def _climb(rung: Rung, module: ModuleType, runs: Runs) -> Rung:
         # A mapping that does not fit has failed the inventory; what needs the weights cannot be compared.
         rung = dataclasses.replace(rung, skipped=str(reason))
     return dataclasses.replace(rung, seconds=time.perf_counter() - started)
+
+
+def _tree(runs: Runs, climbed: Sequence[Rung], first: Location | None) -> tuple[Node, ...]:
+    try:
+        return tree(runs, climbed, None if first is None else first.module)
+    except (NotComparedError, MappingError):  # modules that do not correspond: the inventory has failed
+        return ()
 
 
 def _num_parameters(runs: Runs) -> int:

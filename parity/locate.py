@@ -1,14 +1,31 @@
-"""Where two runs first differ: in a module, between modules, in the backward pass only, in float32 only."""
+"""Where two runs first differ: in a module, between modules, in the backward pass only, in float32 only.
+
+Looked for twice. *Following*: the first call, in the order in which calls end, that was given the same and returned
+something else. *Handing*: every module of the port is given the reference's own inputs, so that errors do not add up
+and each fault shows by itself, several of them at once.
+"""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from parity import probe
 from parity.compare import Comparison, relative_error
+from parity.diagnose import CaseBuilder
+from parity.diagnose.by_rung import diagnose
+from parity.diagnose.case import Case, owner_of
+from parity.pair import Inputs
 from parity.rungs import Rung
+from parity.rungs.adversarial import cases, probe_inputs
 from parity.runs import Runs
 from parity.tolerances import FLOAT64_RELATIVE
-from parity.trace import Trace, call_of, module_of
+from parity.trace import LOSS, Trace, call_of, method_of, module_of
+
+MODEL = "the model itself"
+VANISHES = 1e-3
+"""A difference whose share of this reaches the model's output, or less, has vanished on the way."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,85 +38,356 @@ class Location:
     """Relative error there."""
     explanation: str = ""
     """What else is known, as a half-sentence."""
+    handed: tuple[str, ...] = ()
+    """Every place that differs by itself, found by handing each module the reference's inputs."""
+    agree: bool | None = None
+    """Whether the first of those is the same place; None if nothing was handed."""
+    persists: bool | None = None
+    """Whether the difference reaches what the model returns: a step; or has vanished there: a spike."""
 
     def __str__(self) -> str:
         details = f"{self.explanation}; " if self.explanation else ""
         return f"First module that differs: {self.module} ({details}relative error {self.error:.1e})"
 
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """What else is known, for the report."""
+        lines = []
+        if self.agree is not None:
+            how = "the same place first" if self.agree else "another place first"
+            lines.append(f"Handing each module the reference's inputs finds {how}: {', '.join(self.handed) or 'none'}.")
+        if self.persists is not None:
+            ends = "reaches the model's output" if self.persists else "has vanished where the model returns"
+            lines.append(f"The difference {ends}.")
+        return tuple(lines)
 
-MODEL = "the model itself"
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """A location and, where a module's code is at fault, the value that it makes differently."""
+
+    location: Location
+    case: Case | None = None
 
 
 def locate(runs: Runs, failed: Rung | None) -> tuple[Location | None, Any]:
-    """The first difference of the first broken rung, and its diagnosis."""
+    """The first difference of the first broken rung, and its diagnosis if a suspect explains it."""
     if failed is None:
         return None, None
+    found = _found(runs, failed)
+    if found is None:
+        return None, None
+    return found.location, diagnose(runs, failed, found.location.module, found.case)
+
+
+def _found(runs: Runs, failed: Rung) -> Found | None:
     if failed.name in ("forward", "loss", "gradients"):
-        for number in range(len(runs.batches)):
-            port, reference = runs.port("float64", number), runs.reference("float64", number)
-            found = follow(port, reference, names=runs.comparable(reference, port))
+        for number, inputs in enumerate(runs.batches):
+            reference, port = runs.reference("float64", number), runs.port("float64", number)
+            bounds = runs.float64_bounds(number)
+            found = follow_and_hand(runs, reference, port, inputs, handed=runs.handed, number=number, bounds=bounds)
             if found is not None:
-                return found, None
-        exact = [s for s in failed.outcome.sections if s.precision == "float64"]
-        if any(s.failures for s in exact):
-            failures = [failure for s in exact for failure in s.failures]
-            return _nearest_to_the_loss(failures, reference, explanation="outputs are equal, its gradient is not"), None
-        return _in_float32(failed, reference), None
-    worst = max(failed.failures, key=lambda c: c.error)
-    return Location(module=worst.tensor, error=worst.error, explanation=worst.detail or failed.title), None
+                return found
+        return Found(location=_beyond_outputs(runs, failed, runs.reference("float64")))
+    if failed.name == "adversarial":
+        return _adversarial(runs, failed)
+    return _worst(failed)
 
 
-def follow(port: Trace, reference: Trace, *, names: frozenset[str]) -> Location | None:
-    """The first module call, in the order in which calls end, that was given the same and returned something else.
-
-    A call that the port did not make counts as one. If whatever differs was given something that differs already, the
-    fault is in what the model does between its modules.
-    """
-    last_equal, first_unequal, first_error = "the start", None, 0.0
-    for name, expected in reference.outputs.items():
-        if name not in names:
-            continue
-        made = name in port.outputs
-        error = relative_error(port.outputs[name], expected) if made else float("inf")
-        call = call_of(name)
-        if error <= FLOAT64_RELATIVE:
-            last_equal = call if first_unequal is None else last_equal
-            continue
-        given = [key for key in reference.given if call_of(key) == call]
-        if not made or all(
-            key in port.given and relative_error(port.given[key], reference.given[key]) <= FLOAT64_RELATIVE
-            for key in given
-        ):
-            return Location(module=call, error=error)
-        if first_unequal is None:
-            first_unequal, first_error = call, error
-    if first_unequal is not None:
-        between = f"between {last_equal}, the last that is equal, and {first_unequal}, which is given something else"
-        return Location(module=MODEL, error=first_error, explanation=between)
-    for name, expected in {**reference.results, "loss": reference.loss}.items():
-        got = port.everything.get(name)
-        error = float("inf") if got is None else relative_error(got, expected)
-        if error > FLOAT64_RELATIVE:
-            return Location(module=MODEL, error=error, explanation=f"every module is equal, its {name} not")
-    return None
+def _worst(failed: Rung) -> Found | None:
+    """For rungs that compare no run of the model: the tensor, the step, the entry of a table."""
+    failures = [failure for section in failed.outcome.sections for failure in section.failures]
+    if not failures:
+        return None
+    # Static facts have no size: the first, in the order of the modules.
+    first = failures[0] if failed.name in ("inventory", "trajectory") else max(failures, key=lambda c: c.error)
+    name = first.tensor.rpartition(": ")[0] if failed.name == "inventory" and ": " in first.tensor else first.tensor
+    return Found(location=Location(module=name, error=first.error, explanation=first.detail or failed.title))
 
 
-def _in_float32(failed: Rung, reference: Trace) -> Location | None:
-    """With equality in float64: the first output beyond its float32 bound, or the gradient nearest to the loss."""
-    failures = [failure for s in failed.outcome.sections if s.precision == "float32" for failure in s.failures]
-    if failed.name == "gradients":
-        explanation = "equal in float64, its gradient beyond its bound in float32"
-        return _nearest_to_the_loss(failures, reference, explanation=explanation)
-    first = failures[0]
-    return Location(
-        module=first.tensor, error=first.error, explanation="equal in float64, beyond its bound in float32"
+def _adversarial(runs: Runs, failed: Rung) -> Found | None:
+    """Within the runs of the first case that fails; else the module that was probed by itself."""
+    section = next(section for section in failed.outcome.sections if not section.passed)
+    if section.title in (hard := cases(runs)):
+        inputs = hard[section.title]
+        reference, port = runs.run_reference(inputs, "float64"), runs.run_port(inputs, "float64")
+        bounds = {c.tensor: c.bound for c in section.comparisons}
+        found = follow_and_hand(runs, reference, port, inputs, bounds=bounds)
+        if found is not None:
+            explanation = "; ".join(part for part in (f"with {section.title}", found.location.explanation) if part)
+            return dataclasses.replace(
+                found, location=dataclasses.replace(found.location, explanation=explanation)
+            )
+        nearest = nearest_to_the_loss(section.failures, reference, explanation=f"with {section.title}, its gradient")
+        return None if nearest is None else Found(location=nearest)
+    worst = max(section.failures, key=lambda c: c.error, default=None)
+    if worst is None:
+        return None
+    module, _, kind = worst.tensor.partition(", ")
+    precision = "" if section.precision == "float64" else f", in {section.precision}"
+    location = Location(module=module, error=worst.error, explanation=f"by itself, given {kind}{precision}")
+    return Found(location=location, case=_probed(runs, module, kind) if section.precision == "float64" else None)
+
+
+def _probed(runs: Runs, module: str, kind: str) -> Case | None:
+    """The case of a module that was given a probe by itself."""
+    run = runs.reference("float64")
+    given = probe_inputs(run.given[module])[kind]
+    probes = {module: {kind: given}}
+    expected = probe.probe_reference(runs, probes, "float64")[module][kind]
+    got = probe.probe_port(runs, probes, probes, "float64")[module][kind]
+    alone = dataclasses.replace(run, given={module: given}, given_ids={}, outputs={module: expected}, results={})
+    return builder(runs, alone, dataclasses.replace(alone, outputs={module: got}), {}).case(module)
+
+
+def builder(runs: Runs, reference: Trace, port: Trace, inputs: Inputs) -> CaseBuilder:
+    """Of two runs of the same inputs, with everything that is known of the modules."""
+
+    def run(weights: Mapping[str, np.ndarray]) -> Trace:
+        return runs.run_port(inputs, "float64", weights=weights)
+
+    return CaseBuilder(
+        reference,
+        port,
+        facts=(runs.reference_facts, runs.port_facts),
+        paths={theirs: ours for ours, theirs in runs.derived.modules.items()},
+        port_weights=runs.port_weights,
+        inputs=inputs,
+        run=run if inputs else None,
     )
 
 
-def _nearest_to_the_loss(comparisons: Iterable[Comparison], reference: Trace, *, explanation: str) -> Location | None:
+def follow_and_hand(
+    runs: Runs,
+    reference: Trace,
+    port: Trace,
+    inputs: Inputs,
+    *,
+    handed: Any = None,
+    number: int = 0,
+    bounds: Mapping[str, float] | None = None,
+) -> Found | None:
+    """Both ways of looking; `handed` is called with the number of the batch, and only if anything differs."""
+    names = runs.comparable(reference, port)
+    found = follow(port, reference, names=names, bounds=bounds)
+    if found is None:
+        return None
+    cases_of = builder(runs, reference, port, inputs)
+    call = cases_of.around(found.call)
+    case = cases_of.case(call)
+    places: tuple[str, ...] = ()
+    agree = None
+    if handed is not None:
+        places = tuple(local_differences(handed(number), reference, cases_of, names=names, bounds=bounds))
+        agree = bool(places) and _same_place(places[0], module_of(call))
+    location = Location(
+        module=module_of(call) or MODEL,
+        error=found.error,
+        explanation=found.explanation or _where(case, call, found.call),
+        handed=places,
+        agree=agree,
+        persists=_persists(reference, port, found.error),
+    )
+    return Found(location=location, case=case)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Followed:
+    """What following the values through finds."""
+
+    call: str
+    """Empty for the model itself."""
+    error: float
+    explanation: str = ""
+
+
+def follow(
+    port: Trace, reference: Trace, *, names: frozenset[str], bounds: Mapping[str, float] | None = None
+) -> Followed | None:
+    """The first call, in the order in which calls end, that was given the same and returned something else.
+
+    A call that the port did not make counts as one: the outermost of them. If whatever differs was given something
+    that differs already, the fault is in the code of the module around it, at last in the model itself.
+    """
+    last_equal, first_unequal, first_error = "the start", "", 0.0
+    conventions = _conventions(port, reference, names)
+    for name, expected in reference.outputs.items():
+        call = call_of(name)
+        if name not in names or (name not in port.outputs and method_of(call)):
+            continue
+        made = name in port.outputs
+        error = relative_error(port.outputs[name], expected) if made else float("inf")
+        if error <= (bounds or {}).get(name, FLOAT64_RELATIVE):
+            last_equal = call if not first_unequal else last_equal
+            continue
+        if not made:
+            return _not_made(port, reference, call, names)
+        if _given_the_same(port, reference, call, conventions, bounds or {}):
+            return Followed(call=call, error=error)
+        if not first_unequal:
+            first_unequal, first_error = call, error
+    if first_unequal:
+        between = f"between {last_equal}, the last that is equal, and {first_unequal}, which is given something else"
+        return Followed(call="", error=first_error, explanation=between)
+    for name, expected in {**reference.results, LOSS: reference.loss}.items():
+        got = port.everything.get(name)
+        error = float("inf") if got is None else relative_error(got, expected)
+        if error > (bounds or {}).get(name, FLOAT64_RELATIVE):
+            return Followed(call="", error=error, explanation=f"every module is equal, its {name} not")
+    return None
+
+
+def _not_made(port: Trace, reference: Trace, call: str, names: frozenset[str]) -> Followed:
+    """The outermost call around it that the port does not make either."""
+    made = {call_of(name) for name in port.outputs}
+    number = call.partition("#")[2]
+    outermost = call
+    path = owner_of(call)
+    while path:
+        around = f"{path}#{number}" if number else path
+        known = any(call_of(name) == around for name in reference.outputs if name in names)
+        if known and around not in made:
+            outermost = around
+        path = owner_of(path)
+    return Followed(call=outermost, error=float("inf"), explanation="the port does not call it")
+
+
+def _given_the_same(
+    port: Trace, reference: Trace, call: str, conventions: frozenset[str], bounds: Mapping[str, float]
+) -> bool:
+    for key in (key for key in reference.given if call_of(key) == call):
+        bound = max(FLOAT64_RELATIVE, bounds.get(key, 0.0))
+        if key not in port.given or relative_error(port.given[key], reference.given[key]) > bound:
+            return False
+    return _same_ids(port, reference, call) or module_of(call).rpartition(".")[2] in conventions
+
+
+def _same_ids(port: Trace, reference: Trace, call: str) -> bool:
+    """Ids and masks, as far as they are of the same shape: a mask may be handed on in another form."""
+    for key in (key for key in reference.given_ids if call_of(key) == call):
+        theirs, ours = reference.given_ids[key], port.given_ids.get(key)
+        if ours is not None and ours.shape == theirs.shape and ours.dtype.kind == theirs.dtype.kind:
+            if not np.array_equal(ours, theirs):
+                return False
+    return True
+
+
+def _conventions(port: Trace, reference: Trace, names: frozenset[str]) -> frozenset[str]:
+    """Names of modules that return the same although their masks differ: True means something else to them."""
+    found = set()
+    for name in reference.outputs:
+        call = call_of(name)
+        if name in names and name in port.outputs and not _same_ids(port, reference, call):
+            if relative_error(port.outputs[name], reference.outputs[name]) <= FLOAT64_RELATIVE:
+                found.add(module_of(call).rpartition(".")[2])
+    return frozenset(found)
+
+
+def local_differences(
+    handed: Trace,
+    reference: Trace,
+    cases_of: CaseBuilder,
+    *,
+    names: frozenset[str],
+    bounds: Mapping[str, float] | None = None,
+) -> list[str]:
+    """Modules that differ by themselves, in the order in which their calls end.
+
+    A module does if it returns something else though it was handed the reference's inputs, and its submodules do not;
+    or if it gives one of them something else, though none before did wrong.
+    """
+    found: list[str] = []
+    wrong: set[str] = set()
+    for call in (*cases_of.calls, ""):
+        children = cases_of.children(call)
+        below = any(child in wrong for child in children)
+        own = _returns_otherwise(handed, reference, call, names, bounds or {})
+        gives = any(_gives_otherwise(handed, reference, child) for child in children)
+        if (own or gives) and not below:
+            found.append(module_of(call) or MODEL)
+        if own or gives or below:
+            wrong.add(call)
+    return list(dict.fromkeys(found))
+
+
+def _returns_otherwise(
+    handed: Trace, reference: Trace, call: str, names: frozenset[str], bounds: Mapping[str, float]
+) -> bool:
+    if not call:
+        pairs = [(name, handed.results.get(name), array) for name, array in reference.results.items()]
+    else:
+        own = [name for name in reference.outputs if call_of(name) == call and name in names]
+        pairs = [(name, handed.outputs.get(name), reference.outputs[name]) for name in own]
+    return any(
+        got is None or relative_error(got, expected) > bounds.get(name, FLOAT64_RELATIVE)
+        for name, got, expected in pairs
+    )
+
+
+def _gives_otherwise(handed: Trace, reference: Trace, call: str) -> bool:
+    keys = [key for key in reference.given if call_of(key) == call and key in handed.given]
+    return any(relative_error(handed.given[key], reference.given[key]) > FLOAT64_RELATIVE for key in keys)
+
+
+def _same_place(one: str, other: str) -> bool:
+    return one == (other or MODEL)
+
+
+def _where(case: Case | None, call: str, found: str) -> str:
+    """What of the module differs: what it gives to a submodule, or a method that was found first."""
+    if case is not None and case.child:
+        before = [module_of(name) for name in case.inside]
+        last = f"between {before[-1]}, the last that is equal, and " if before else "before "
+        return f"{last}{case.child}, which is given something else"
+    return f"in its method {method_of(found)}" if method_of(found) and call else ""
+
+
+def _persists(reference: Trace, port: Trace, error: float) -> bool | None:
+    """Whether what the model returns is off by a part of the first difference that is worth mentioning."""
+    errors = [
+        relative_error(port.results[name], array) if name in port.results else float("inf")
+        for name, array in reference.results.items()
+    ]
+    if not errors:
+        return None
+    return max(errors) > max(FLOAT64_RELATIVE, VANISHES * min(error, 1.0))
+
+
+def _beyond_outputs(runs: Runs, failed: Rung, reference: Trace) -> Location:
+    """With equal outputs in float64: a gradient, or float32 alone."""
+    exact = [failure for s in failed.outcome.sections if s.precision == "float64" for failure in s.failures]
+    names = {ours: theirs for ours, theirs in runs.derived.modules.items()}
+    if exact:
+        explanation = "outputs are equal, its gradient is not" if failed.name == "gradients" else failed.title
+        found = nearest_to_the_loss(exact, reference, explanation=explanation, names=names)
+    else:
+        failures = [failure for s in failed.outcome.sections if s.precision == "float32" for failure in s.failures]
+        if failed.name == "gradients":
+            explanation = "equal in float64, its gradient beyond its bound in float32"
+            found = nearest_to_the_loss(failures, reference, explanation=explanation, names=names)
+        else:
+            explanation = "equal in float64, beyond its bound in float32"
+            found = Location(module=failures[0].tensor, error=failures[0].error, explanation=explanation)
+    assert found is not None, "a rung fails by a comparison that fails"
+    return found
+
+
+def nearest_to_the_loss(
+    comparisons: Iterable[Comparison],
+    reference: Trace,
+    *,
+    explanation: str,
+    names: Mapping[str, str] | None = None,
+) -> Location | None:
+    """The failing parameter whose module returned last. `names`: the port's module paths -> the reference's."""
     rank = {module_of(name): i for i, name in enumerate(reference.outputs)}
-    failed = [comparison for comparison in comparisons if not comparison.passed]
+    failed: Sequence[Comparison] = [comparison for comparison in comparisons if not comparison.passed]
     if not failed:
         return None
-    nearest = max(failed, key=lambda comparison: rank.get(comparison.tensor.rpartition(".")[0], -1))
+
+    def place(comparison: Comparison) -> int:
+        path = comparison.tensor.partition(" (batch")[0].rpartition(".")[0]
+        return rank.get((names or {}).get(path, path), -1)
+
+    nearest = max(failed, key=place)
     return Location(module=nearest.tensor, error=nearest.error, explanation=explanation)

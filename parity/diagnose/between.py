@@ -1,0 +1,251 @@
+"""What a module's own code does between its submodules: residuals, order of norms, activations, scales, axes.
+
+Both sides' values are expressed by what was at hand (see expression.py); the diagnosis is how the expressions differ.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from parity.diagnose.activations import FIXES
+from parity.diagnose.case import Case
+from parity.diagnose.diagnosis import Diagnosis, kind
+from parity.diagnose.expression import Expression, Finder
+from parity.diagnose.norm import MISSING as NORM_MISSING
+from parity.diagnose.norm import is_norm
+from parity.diagnose.suspects import register
+from parity.trace import module_of
+
+RESIDUAL_MISSING = kind("residual missing", "a residual connection that the port leaves out")
+RESIDUAL_ELSEWHERE = kind("residual from another place", "a residual connection that starts somewhere else")
+RESIDUAL_EXTRA = kind("residual added", "a residual connection that the reference does not have")
+TERM_SIGN = kind("sign", "subtracted where the other side adds")
+NORM_ORDER = kind("norm order", "norm before the sublayer on one side, after the residual on the other")
+NORM_EXTRA = kind("norm extra", "a norm that only the port applies")
+POSITIONS_MISSING = kind("positions missing", "positions that are not added")
+POSITIONS_TWICE = kind("positions added twice", "positions that are added more than once")
+EMBEDDING_SCALE = kind("embedding scale missing", "embeddings that are not multiplied by √d")
+EMBEDDING_SCALED_TWICE = kind(
+    "embedding scale doubled", "embeddings multiplied by √d where they should not be, or twice"
+)
+DROPOUT_SCALE = kind("dropout scale in evaluation", "values divided (or multiplied) by 1 - rate without dropout")
+SCALE = kind("scale between modules", "a constant factor between two modules")
+MEMORY = kind("wrong memory", "a decoder layer that is given something else than the encoder's output")
+LAYER_ORDER = kind("layer order", "layers called in another order")
+LAYER_SKIPPED = kind("layer skipped", "a layer that the port leaves out")
+WRONG_INPUT = kind("wrong input", "a submodule that is given another tensor")
+GELU = kind("gelu approximation", "the erf form of gelu on one side, an approximation on the other")
+ACTIVATION = kind("activation", "another activation function")
+ACTIVATION_MISSING = kind("activation missing", "an activation function that the port leaves out")
+ACTIVATION_ADDED = kind("activation added", "an activation function that only the port applies")
+ACTIVATION_TWICE = kind("activation applied twice", "an activation function that the port applies twice")
+SOFTMAX_AXIS = kind("softmax axis", "a softmax over another axis")
+AXES = kind("axes in another order", "elements in another order: axes exchanged, flattened in another order")
+SHIFT = kind("shifted by one", "shifted, reversed or cut along an axis")
+POOLING = kind("pooling", "another summary over an axis: mean, sum, largest, first or last")
+TERM = kind("term missing", "a sum that lacks one of its terms, or has one too many")
+CONCATENATION = kind("concatenation order", "tensors put side by side in another order")
+
+INPUT = "its input"
+RATES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+
+
+@register
+def between(case: Case) -> Diagnosis | None:
+    """Of a module with submodules, or a module that is no more than a function."""
+    reference_leaves, port_leaves = leaves(case)
+    reference = Finder(case.expected, reference_leaves).first()
+    if reference is None:
+        return None
+    # The reference's own terms first: the port probably has most of them.
+    first = {name: port_leaves[name] for name in reference.leaves if name in port_leaves}
+    port = Finder(case.got, {**first, **port_leaves}).first()
+    if port is None:
+        _, everywhere = case.elsewhere()
+        port = Finder(case.got, {**first, **port_leaves, **everywhere}).first()
+    if port is None or port == reference:
+        return None
+    return _Difference(case, reference, port).diagnosis()
+
+
+def leaves(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """What either side had at hand, by names for people; the nearest first."""
+    given = {INPUT if i == 0 else f"{INPUT} {i + 1}": array for i, array in enumerate(case.given)}
+    prefix = case.module + "." if case.module else ""
+    inside = {name.removeprefix(prefix): pair for name, pair in reversed(case.inside.items())}
+    children = {module_of(name).removeprefix(prefix) + "." for name in (*case.inside, *case.later)}
+    own = {
+        f"its {name}": array
+        for name, array in case.weights.items()
+        if not any(name.startswith(child) for child in children) and "." not in name and case.module
+    }
+    reference = {**{n: r for n, (r, _) in inside.items()}, **given, **own}
+    port = {**{n: p for n, (_, p) in inside.items() if p is not None}, **given}
+    port |= {name.removeprefix(prefix): array for name, array in case.later.items()} | own
+    return reference, port
+
+
+@dataclasses.dataclass(frozen=True)
+class _Difference:
+    case: Case
+    reference: Expression
+    port: Expression
+
+    def diagnosis(self) -> Diagnosis:
+        name = self.kind()
+        case = self.case
+        sentence = (
+            f"{case.where[0].upper()}{case.where[1:]} is {self.port} in the port, {self.reference} in the reference"
+        )
+        fix = FIXES.get(self.reference.function, "") if self.reference.function != self.port.function else ""
+        if not fix:
+            child = case.child.removeprefix(case.module + ".") if case.child else ""
+            fix = f"give {child} {self.reference}" if child else f"return {self.reference}"
+        return Diagnosis(kind=name, module=case.module, sentence=sentence, fix=fix)
+
+    def kind(self) -> str:
+        reference, port = self.reference, self.port
+        if reference.function != port.function:
+            return function_kind(reference.function, port.function)
+        if reference.form != port.form or reference.detail != port.detail:
+            return self._form_kind()
+        if reference.form == "concatenation":
+            return CONCATENATION
+        lost = [name for name in reference.leaves if name not in port.leaves]
+        gained = [name for name in port.leaves if name not in reference.leaves]
+        if not lost and not gained:
+            return self._scale_kind()
+        norms = self._norm_kind(lost, gained)
+        if norms:
+            return norms
+        if lost and not gained:
+            return self._without(lost)
+        if gained and not lost:
+            return self._with(gained)
+        return self._replaced(lost, gained)
+
+    def _form_kind(self) -> str:
+        if "zeros" in (self.reference.form, self.port.form):
+            return TERM
+        details = f"{self.reference.detail} {self.port.detail}"
+        if re.search("shift|revers|\\[", details):
+            return SHIFT
+        if re.search("averaged|summed|largest|first|last", details):
+            return POOLING
+        return AXES if "ax" in details or "shape" in details else WRONG_INPUT
+
+    def _norm_kind(self, lost: list[str], gained: list[str]) -> str:
+        case = self.case
+        norm_lost = [n for n in lost if self._is_norm(n)]
+        norm_gained = [n for n in gained if self._is_norm(n)]
+        if norm_gained and not norm_lost:
+            # Called on both sides, but elsewhere: then it has moved.
+            return NORM_ORDER if any(n in case_later(case) for n in norm_gained) or lost else NORM_EXTRA
+        if norm_lost and not norm_gained:
+            return NORM_ORDER if len(self.port.leaves) > 1 else NORM_MISSING
+        given_to_norm = case.child and is_norm(case.child, case.child_type)
+        if given_to_norm and self.reference.leaves == (INPUT,) and len(self.port.leaves) > 1 and not lost:
+            return NORM_ORDER
+        return ""
+
+    def _is_norm(self, leaf: str) -> bool:
+        prefix = self.case.module + "." if self.case.module else ""
+        path = module_of(prefix + leaf)
+        return path in self.case.inside_types and is_norm(path, self.case.inside_types[path])
+
+    def _is_positions(self, leaf: str) -> bool:
+        reference_leaves, _ = leaves(self.case)
+        array = reference_leaves.get(leaf)
+        flat = array is not None and array.ndim < self.case.expected.ndim
+        return "pos" in leaf.lower().rpartition(".")[2] or flat
+
+    def _without(self, lost: list[str]) -> str:
+        if any(self._is_positions(name) for name in lost):
+            return POSITIONS_MISSING
+        return RESIDUAL_MISSING if self._has_sublayer() else TERM
+
+    def _with(self, gained: list[str]) -> str:
+        if any(self._is_positions(name) for name in gained):
+            return POSITIONS_TWICE
+        return RESIDUAL_EXTRA if self._has_sublayer() or INPUT in gained else TERM
+
+    def _has_sublayer(self) -> bool:
+        return any(not name.startswith("its ") for name in (*self.reference.leaves, *self.port.leaves))
+
+    def _replaced(self, lost: list[str], gained: list[str]) -> str:
+        if len(self.reference.terms) > 1:
+            return RESIDUAL_ELSEWHERE
+        old, new = lost[0], gained[0]
+        indices = [re.search(r"(\d+)(?!.*\d)", _bare(name)) for name in (old, new)]
+        last = re.search(r"(\d+)(?!.*\d)", self.case.child)
+        if last and not self.case.module:
+            last = None
+        if all(indices) or (last and (any(indices) or INPUT in (old, new))):
+            return self._layers_kind(old, new)
+        if self._is_memory(old):
+            return MEMORY
+        return WRONG_INPUT
+
+    def _layers_kind(self, old: str, new: str) -> str:
+        """The next of a stack of layers is given another one's output."""
+        if self._is_memory(old):
+            return MEMORY
+        prefix = self.case.module + "." if self.case.module else ""
+        later = {module_of(name).removeprefix(prefix) for name in self.case.later}
+        return LAYER_ORDER if _bare(new) in later else LAYER_SKIPPED
+
+    def _is_memory(self, leaf: str) -> bool:
+        """The second input of a module or, in the model, what an encoder returns."""
+        second = leaf.startswith(INPUT + " ")
+        return second or "encoder" in leaf.rpartition(".")[2].lower() or "memory" in leaf.lower()
+
+    def _scale_kind(self) -> str:
+        changed = [
+            (name, self.port.coefficient(name) / self.reference.coefficient(name))
+            for name in self.reference.leaves
+            if abs(self.port.coefficient(name) - self.reference.coefficient(name)) > 1e-9
+        ]
+        if not changed:
+            return WRONG_INPUT
+        name, ratio = changed[0]
+        if self._is_positions(name):
+            return POSITIONS_TWICE if abs(ratio - 2.0) < 1e-9 else SCALE
+        return scale_kind(ratio, self.case.expected.shape[-1] if self.case.expected.ndim else 1)
+
+
+def scale_kind(ratio: float, width: int) -> str:
+    """What a factor of the port over the reference most likely is."""
+    root = math.sqrt(width)
+    for value, name in ((1 / root, EMBEDDING_SCALE), (root, EMBEDDING_SCALED_TWICE), (-1.0, TERM_SIGN)):
+        if abs(ratio / value - 1.0) < 1e-9:
+            return name
+    for rate in RATES:
+        if min(abs(ratio * (1 - rate) - 1.0), abs(ratio / (1 - rate) - 1.0)) < 1e-9:
+            return DROPOUT_SCALE
+    return SCALE
+
+
+def function_kind(reference: str, port: str) -> str:
+    """Of two functions of one tensor; an empty name is the identity."""
+    if "softmax" in reference and "softmax" in port:
+        return SOFTMAX_AXIS
+    if "gelu" in reference and "gelu" in port and " of " not in port:
+        return GELU
+    if not port:
+        return ACTIVATION_MISSING
+    if not reference:
+        return ACTIVATION_ADDED
+    return ACTIVATION_TWICE if port == f"{reference} of {reference}" else ACTIVATION
+
+
+def case_later(case: Case) -> Mapping[str, object]:
+    """Names, relative to the module, of what the port returned from submodules that come later in the reference."""
+    prefix = case.module + "." if case.module else ""
+    return {name.removeprefix(prefix): None for name in case.later}
+
+
+def _bare(leaf: str) -> str:
+    return module_of(leaf)

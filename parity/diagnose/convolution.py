@@ -1,0 +1,165 @@
+"""Convolutions and transposed convolutions, channels last: padding, strides, and which way round the kernel is."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from parity.diagnose.case import Case
+from parity.diagnose.diagnosis import Diagnosis, kind
+from parity.diagnose.engine import Factor, Option, explain
+from parity.diagnose.linear import BIAS, BIAS_TWICE, KERNELS, SCALED
+from parity.diagnose.suspects import register
+
+FLIPPED = kind("convolution kernel flipped", "a kernel whose taps are in the reverse order")
+AXES = kind("convolution kernel axes", "a kernel whose axes are exchanged: height and width, or input and output")
+PADDING = kind("convolution padding", "padding of another width, on other sides, or of another kind")
+STRIDE = kind("convolution stride", "another stride")
+DILATION = kind("convolution dilation", "another dilation of the kernel")
+
+WIDEST = 3
+"""Strides and dilations that are tried."""
+MODES = (("constant", "zeros"), ("wrap", "the other end"), ("reflect", "a reflection"), ("edge", "the edge"))
+
+
+@register
+def convolution(case: Case) -> Diagnosis | None:
+    """A module whose kernel has an axis for each but the batch, and one more."""
+    kernel = (
+        next((a for n, a in case.weights.items() if n in KERNELS and a.ndim == case.x.ndim), None)
+        if case.given
+        else None
+    )
+    if kernel is None or not case.leaf or case.x.ndim < 3:
+        return None
+    transposed = any("Transpose" in name for name in case.types)
+    layer = _Layer(case, kernel, transposed=transposed)
+    found = explain(layer, layer.factors(), expected=case.expected, got=case.got, unusual=1)
+    return None if found is None else found.diagnosis(case.module)
+
+
+class _Layer:
+    def __init__(self, case: Case, kernel: np.ndarray, *, transposed: bool):
+        self.x, self.kernel, self.transposed = case.x.astype(np.float64), kernel, transposed
+        self.bias = next((a for n, a in case.weights.items() if n == "bias"), np.zeros(1))
+        self.expected, self.settings = case.expected, case.settings
+        self.rank = kernel.ndim - 2
+
+    def factors(self) -> list[Factor]:
+        width = range(1, WIDEST + 1)
+        flips = (Option("no", "as stored"), Option("yes", "reversed"))
+        orders = [Option("", "as stored"), *(Option(o, f"in the order {o}") for o in self._orders())]
+        times = [Option(1.0, "added once")] + (
+            [Option(0.0, "left out"), Option(2.0, "added twice")] if self.bias.any() else []
+        )
+        return [
+            Factor(
+                "stride",
+                STRIDE,
+                tuple(Option(s, str(s)) for s in self._strides(width)),
+                what="stride",
+                free=True,
+                fix="strides={reference}",
+            ),
+            Factor("padding", PADDING, tuple(self._paddings()), what="padding", free=True, fix="padding: {reference}"),
+            Factor(
+                "flip", FLIPPED, flips, what="kernel", also_right=1, fix="the taps of the kernel must be {reference}"
+            ),
+            Factor(
+                "mode",
+                PADDING,
+                tuple(Option(m, w) for m, w in MODES),
+                what="padding's content",
+                also_right=3,
+                fix="pad with {reference}",
+            ),
+            Factor(
+                "dilation",
+                DILATION,
+                tuple(Option(d, str(d)) for d in width),
+                what="dilation",
+                also_right=WIDEST,
+                fix="kernel_dilation={reference}",
+            ),
+            Factor("axes", AXES, tuple(orders), what="axes of the kernel", fix="put the kernel's axes {reference}"),
+            Factor(
+                "times",
+                lambda r, p: BIAS if 0.0 in (r, p) else BIAS_TWICE,
+                tuple(times),
+                what="bias",
+                fix="the bias must be {reference}",
+            ),
+            Factor(
+                "scale",
+                SCALED,
+                (Option(1.0, "1"), Option(-1.0, "-1"), Option(2.0, "2"), Option(0.5, "1/2")),
+                what="factor of the kernel",
+                fix="multiply the kernel by {reference}",
+            ),
+        ]
+
+    def _strides(self, width: range) -> list[int]:
+        read = [v[0] if isinstance(v, tuple) and v else v for v in self.settings.get("strides", ())]
+        return list(dict.fromkeys([*(v for v in read if isinstance(v, int)), *width]))
+
+    def _paddings(self) -> Iterator[Option]:
+        taps = max(self.kernel.shape[: self.rank])
+        around = sorted(range(taps + 1), key=lambda p: abs(p - taps // 2))
+        for pad in around:
+            yield Option((pad, pad), f"{pad} on either side")
+        for pad in range(taps):
+            yield Option((pad, pad + 1), f"{pad} before, {pad + 1} behind")
+            yield Option((pad + 1, pad), f"{pad + 1} before, {pad} behind")
+        yield Option((taps - 1, 0), f"{taps - 1} before (causal)")
+
+    def _orders(self) -> list[tuple[int, ...]]:
+        axes = range(self.kernel.ndim)
+        spatial = [p for p in itertools.permutations(range(self.rank)) if p != tuple(range(self.rank))]
+        orders = [(*p, self.rank, self.rank + 1) for p in spatial]
+        return [*orders, (*range(self.rank), self.rank + 1, self.rank)] if len(axes) > 2 else orders
+
+    def __call__(self, f: Mapping[str, Any]) -> np.ndarray | None:
+        kernel = self.kernel.transpose(f["axes"]) if f["axes"] else self.kernel
+        space = tuple(range(self.rank))
+        kernel = np.flip(kernel, space) if f["flip"] == "yes" else kernel
+        x, stride = self.x, f["stride"]
+        if self.transposed:
+            x, stride = _spread(x, stride, self.rank), 1
+        lo, hi = f["padding"]
+        # Padding that no convolution of this result's size can have is not tried.
+        for axis in range(self.rank):
+            reach = f["dilation"] * (kernel.shape[axis] - 1) + 1
+            if x.shape[1 + axis] + lo + hi < reach:
+                return None
+        if f["mode"] in ("reflect", "wrap") and max(lo, hi) >= min(x.shape[1:-1]):
+            return None
+        padded = np.pad(x, [(0, 0), *([(lo, hi)] * self.rank), (0, 0)], mode=f["mode"])
+        result = _correlate(padded, kernel, stride=stride, dilation=f["dilation"])
+        if result is None:
+            return None
+        result = result * f["scale"]
+        return result + f["times"] * self.bias if self.bias.any() else result
+
+
+def _spread(x: np.ndarray, stride: int, rank: int) -> np.ndarray:
+    """Zeros between the elements of every axis of space."""
+    sizes = [(n - 1) * stride + 1 for n in x.shape[1 : 1 + rank]]
+    result = np.zeros((x.shape[0], *sizes, x.shape[-1]))
+    result[(slice(None), *([slice(None, None, stride)] * rank), slice(None))] = x
+    return result
+
+
+def _correlate(x: np.ndarray, kernel: np.ndarray, *, stride: int, dilation: int) -> np.ndarray | None:
+    rank, (features_in, features_out) = kernel.ndim - 2, kernel.shape[-2:]
+    if x.shape[-1] % features_in or features_out % (x.shape[-1] // features_in):
+        return None
+    taps = tuple(dilation * (n - 1) + 1 for n in kernel.shape[:rank])
+    axes = tuple(range(1, 1 + rank))
+    windows = np.lib.stride_tricks.sliding_window_view(x, taps, axis=axes)
+    windows = windows[(slice(None), *([slice(None, None, stride)] * rank))]
+    windows = windows[(..., *([slice(None, None, dilation)] * rank))]
+    groups = x.shape[-1] // features_in
+    letters = "hwd"[:rank]
+    parts = zip(np.split(windows, groups, axis=1 + rank), np.split(kernel, groups, axis=-1), strict=True)
+    return np.concatenate([np.einsum(f"...i{letters},{letters}io->...o", w, k) for w, k in parts], axis=-1)

@@ -1,0 +1,84 @@
+"""Decoded ids that differ although the model is equal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from parity.diagnose.diagnosis import Diagnosis, distance, kind
+from parity.diagnose.engine import MATCH
+
+SHIFTED = kind("decoding off by one", "ids that stand one place later or earlier")
+EARLY = kind("decoding stops early", "sequences that end before the reference's")
+LATE = kind("decoding does not stop", "sequences that go on after their end")
+FIRST = kind("decoding starts otherwise", "another first id: what the decoder is given to begin with")
+TOKENS = kind("decoded ids", "other ids from some position on")
+SCORES = kind("decoding scores", "scores that are scaled, normalised otherwise or counted after the end")
+
+
+def explain_decoding(evidence: Mapping[str, Any]) -> Diagnosis | None:
+    """`reference` and `port`: ids (batch, length), or scores."""
+    if evidence.get("reference") is None or evidence.get("port") is None:
+        return None
+    expected, got = np.asarray(evidence["reference"]), np.asarray(evidence["port"])
+    if np.issubdtype(expected.dtype, np.floating):
+        return _scores(expected, got)
+    if expected.ndim != 2 or got.ndim != 2 or len(expected) != len(got):
+        return None
+    width = min(expected.shape[1], got.shape[1])
+    for shift in (1, -1):
+        one, two = (expected, got) if shift > 0 else (got, expected)
+        if width > 2 and np.array_equal(one[:, : width - 1], two[:, 1:width]):
+            return _said(
+                SHIFTED,
+                f"The port's ids stand one place {'later' if shift > 0 else 'earlier'}",
+                "count positions as the reference does",
+            )
+    if expected.shape != got.shape and np.array_equal(expected[:, :width], got[:, :width]):
+        name = EARLY if got.shape[1] < expected.shape[1] else LATE
+        return _said(
+            name, f"The port decodes {got.shape[1]} positions, the reference {expected.shape[1]}", "use the same length"
+        )
+    expected, got = expected[:, :width], got[:, :width]
+    return _ends(expected, got) or _from_where(expected, got)
+
+
+def _ends(expected: np.ndarray, got: np.ndarray) -> Diagnosis | None:
+    """All differences are filled with one id on one side: it had stopped."""
+    different = expected != got
+    if not different.any():
+        return None
+    for name, stopped in ((EARLY, got), (LATE, expected)):
+        values = np.unique(stopped[different])
+        to_the_end = all(
+            different[i, int(np.argmax(different[i])) :].mean() > 0.5 for i in np.flatnonzero(different.any(1))
+        )
+        if len(values) == 1 and to_the_end:
+            fix = "stop a sequence at the same id, and fill up with the same"
+            which = "the port" if name == EARLY else "the reference"
+            return _said(name, f"Where the ids differ, {which} has nothing but {int(values[0])}: it has stopped", fix)
+    return None
+
+
+def _from_where(expected: np.ndarray, got: np.ndarray) -> Diagnosis | None:
+    first = int(np.argmax((expected != got).any(axis=0)))
+    if first == 0:
+        return _said(FIRST, "The very first id differs", "start with the same id, mask and positions")
+    return _said(
+        TOKENS,
+        f"Ids are equal up to position {first - 1} and differ from position {first} on",
+        "compare what the decoder is given there: positions, masks, cache",
+    )
+
+
+def _scores(expected: np.ndarray, got: np.ndarray) -> Diagnosis | None:
+    if expected.shape != got.shape or not np.isfinite(got).all():
+        return None
+    ratio = float((got.ravel() @ expected.ravel()) / max(float(expected.ravel() @ expected.ravel()), 1e-300))
+    if distance(got, ratio * expected) <= MATCH:
+        return _said(SCORES, f"The port's scores are {ratio:.6g} times the reference's", f"divide by {ratio:.6g}")
+    return _said(SCORES, "The same ids have other scores", "normalise by length, and count the end, in the same way")
+
+
+def _said(name: str, sentence: str, fix: str) -> Diagnosis:
+    return Diagnosis(kind=name, module="decoding", sentence=sentence, fix=fix)
