@@ -46,9 +46,10 @@ class FlaxRunner:
                 raise TypeError(f"expected the port's builder to return an nnx.Module, got {type(self.model)}")
             self.model.eval()
             if not side.takes_precision:
-                _follow_weights(self.model)
+                _follow_weights(self.model, precision)
+            self._graphdef, state, others = _split(self.model)
             with tagged(self.model):
-                self._graphdef, state, others = _split(self.model)
+                self._tagged = _split(self.model)[0]
             self._others = nnx.from_flat_state([(p, v.replace(_concrete(v))) for p, v in nnx.to_flat_state(others)])
         self._variables = {".".join(map(str, path)): (path, var) for path, var in nnx.to_flat_state(state)}
         self._compiled: dict[Any, tuple[Any, Any]] = {}
@@ -71,10 +72,16 @@ class FlaxRunner:
         """Where it runs: `cpu`, `gpu`, `tpu`."""
         return jax.devices()[0].platform
 
-    def merged(self, arrays: Mapping[str, jax.Array], others: Any = None) -> nnx.Module:
-        """The module with these weights; call it under `numerics`."""
+    def merged(self, arrays: Mapping[str, jax.Array], others: Any = None, *, watched: bool = False) -> nnx.Module:
+        """The module with these weights; call it under `numerics`. One that is watched knows its submodules' paths."""
         filled = [(path, variable.replace(arrays[name])) for name, (path, variable) in self._variables.items()]
-        return nnx.merge(self._graphdef, nnx.from_flat_state(filled), self._others if others is None else others)
+        graphdef = self._tagged if watched else self._graphdef
+        # Variables anew, too: a random stream that counts may only be changed inside the transformation it was made in.
+        flat = nnx.to_flat_state(self._others if others is None else others)
+        others = nnx.from_flat_state(
+            [(p, v.replace(v.get_value()) if isinstance(v, nnx.Variable) else v) for p, v in flat]
+        )
+        return nnx.merge(graphdef, nnx.from_flat_state(filled), others)
 
     def cast(self, weights: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Weights in the dtypes of this precision; one that is missing keeps the value it was built with."""
@@ -137,7 +144,7 @@ class FlaxRunner:
         """Keep masks by site, as the model's own dropout draws them: by the side's `draw_dropout`, or by watching its
         Dropout modules."""
         with self.numerics():
-            model = self.merged(self.cast(weights or {}), self._seeded(seed))
+            model = self.merged(self.cast(weights or {}), self._seeded(seed), watched=True)
             model.train()
             given = self.inputs(inputs)
             if self.side.draw_dropout is not None:
@@ -209,7 +216,8 @@ class FlaxRunner:
         inputs = substitute(given["inputs"], lambda x: isinstance(x, Static), lambda x: x.value)
 
         def loss_and_more(trained: dict[str, jax.Array]) -> Any:
-            model = self.merged(trained | given["fixed"], given["others"])
+            watched = options.tap or options.masks
+            model = self.merged(trained | given["fixed"], given["others"], watched=watched)
             if options.training:
                 model.train()
             recorder = CallRecorder(handed=given["handed"], sow=options.sow)
@@ -299,11 +307,15 @@ class FlaxRunner:
             yield
 
 
-def _follow_weights(model: nnx.Module) -> None:
-    """Embeddings compute in the dtype that their table had when they were built, unless told; here, in that it has."""
+def _follow_weights(model: nnx.Module, precision: Precision) -> None:
+    """Embeddings compute in the dtype that their table had when they were built, unless told, and recurrent cells begin
+    with a state in that of their parameters; here, in the one that these have in the run."""
+    cells = (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell)
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.Embed) and module.dtype == module.embedding.dtype:
             module.dtype = None
+        elif isinstance(module, cells) and module.dtype is None:
+            module.param_dtype = jnp.dtype(precision)
 
 
 def _is_weight(path: Any, variable: Any) -> bool:

@@ -13,8 +13,10 @@ from parity.capture_flax_calls import SCOPE
 
 EXACT = object()
 """State of a value that is made of whole numbers and literals alone: a mask, a count, a position."""
+TABLE = object()
+"""State of a table that the program holds in a narrower type, until it is used."""
 State = Any
-"""Of a value: None (float64, or a weight as it was given), EXACT, or the place where something narrower entered it."""
+"""Of a value: None (float64, or a weight as it was given), EXACT, TABLE, or the place where float32 entered it."""
 
 _MOVES = frozenset(
     name
@@ -35,7 +37,7 @@ _WHOLE = frozenset({"add", "sub", "mul", "integer_pow", "reduce_sum", "dot_gener
 def narrowed(program: Any) -> list[str | None]:
     """For every output of a ClosedJaxpr, the place where a narrower type entered it: `module at file:line`, or None."""
     states = _Flow("").run(program, [None] * len(program.jaxpr.invars))
-    return [state if isinstance(state, str) else None for state in states]
+    return [state if isinstance(state, str) else "" if state is TABLE else None for state in states]
 
 
 class _Flow:
@@ -50,14 +52,14 @@ class _Flow:
         jaxpr = getattr(program, "jaxpr", program)
         known: dict[Any, State] = dict(zip(jaxpr.invars, states, strict=True))
         for variable, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False):
-            known[variable] = _of_constant(value, self.scope)
+            known[variable] = _of_constant(value)
         for eqn in jaxpr.eqns:
             given = [self._of(known, atom) for atom in eqn.invars]
             known |= zip(eqn.outvars, self._outputs(eqn, given), strict=True)
         return [self._of(known, atom) for atom in jaxpr.outvars]
 
     def _of(self, known: dict[Any, State], atom: Any) -> State:
-        return _of_constant(atom.val, self.scope) if hasattr(atom, "val") else known.get(atom)
+        return _of_constant(atom.val) if hasattr(atom, "val") else known.get(atom)
 
     def _outputs(self, eqn: Any, given: list[State]) -> list[State]:
         inner = _Flow(_scope(eqn) or self.scope)
@@ -97,25 +99,29 @@ class _Flow:
         if narrow is not None:
             return narrow
         name = eqn.primitive.name
-        all_exact = all(state is EXACT for state in given)
-        if all_exact and (name in _MOVES or name in _WHOLE):
+        moves = name in _MOVES
+        if any(state is TABLE for state in given):
+            return TABLE if moves and dtype != jnp.float64 else _place(eqn, self.scope)
+        if all(state is EXACT for state in given) and (moves or name in _WHOLE):
             return EXACT
-        if dtype == jnp.float64:
-            return None
         cast_down = any(getattr(getattr(atom, "aval", None), "dtype", None) == jnp.float64 for atom in eqn.invars)
-        if name in _MOVES and not cast_down:
-            return None  # weights, as they were given
-        return _place(eqn, self.scope)
+        # What only moves float32 values moves weights, as they were given.
+        exact = dtype == jnp.float64 or (moves and not cast_down)
+        return None if exact else _place(eqn, self.scope)
 
 
 def _join(states: Iterable[State]) -> State:
     """Narrow if any is, exact if all are."""
     every = list(states)
     narrow = next((state for state in every if isinstance(state, str)), None)
-    return narrow if narrow is not None else EXACT if every and all(state is EXACT for state in every) else None
+    if narrow is not None:
+        return narrow
+    if any(state is TABLE for state in every):
+        return TABLE
+    return EXACT if every and all(state is EXACT for state in every) else None
 
 
-def _of_constant(value: Any, scope: str) -> State:
+def _of_constant(value: Any) -> State:
     """A table that the program holds in float32 was rounded, unless its numbers are whole or of at most 8 bits."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -127,11 +133,9 @@ def _of_constant(value: Any, scope: str) -> State:
         return EXACT
     with np.errstate(over="ignore"):
         few_bits = wide == wide.astype(jnp.bfloat16).astype(np.float64)
-    whole = (wide == np.round(wide)) & (np.abs(wide) < 2**24)
-    simple = bool((few_bits | whole | ~np.isfinite(wide) | (np.abs(wide) >= 1e30)).all())
-    if simple:
+    if bool((few_bits | (wide == np.round(wide)) | ~np.isfinite(wide)).all()):
         return EXACT
-    return None if dtype == jnp.float64 else f"{scope}, a table held in {dtype}"
+    return None if dtype == jnp.float64 else TABLE
 
 
 def _place(eqn: Any, scope: str) -> str:

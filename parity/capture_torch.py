@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -45,6 +46,12 @@ class TorchRunner:
     def trained(self) -> frozenset[str]:
         """Names of the parameters that a training step changes."""
         return frozenset(name for name, p in self.module("float32").named_parameters() if p.requires_grad)
+
+    def built_tables(self) -> dict[str, np.ndarray]:
+        """What is not trained, with the values it is built with, in float64: nothing has been loaded into it yet."""
+        module = self.side.module("float64")
+        named = [*module.named_buffers(), *((n, p) for n, p in module.named_parameters() if not p.requires_grad)]
+        return {name: to_numpy(tensor.detach().to(torch.float64)).copy() for name, tensor in named}
 
     def facts(self) -> Facts:
         """Types, tensors and settings of every module."""
@@ -120,7 +127,8 @@ class TorchRunner:
         module = self.module(precision)
         load_reference(module, weights, precision=precision)
         arrays = tensors_of(inputs, precision, device=device_of(module))
-        with _settings(module, seed=0, training=False, fast_path=fast_path), torch.no_grad():
+        with _settings(module, seed=0, training=False, fast_path=fast_path), torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")  # the fast path's own
             output = self.side.call(module, arrays)
         return {OUTPUT + suffix: to_numpy(tensor) for suffix, tensor in leaves(output, is_floating)}
 
