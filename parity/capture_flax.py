@@ -50,7 +50,7 @@ class FlaxRunner:
             self._graphdef, state, others = _split(self.model)
             with tagged(self.model):
                 self._tagged = _split(self.model)[0]
-            self._others = nnx.from_flat_state([(p, v.replace(_concrete(v))) for p, v in nnx.to_flat_state(others)])
+            self._others = nnx.from_flat_state([(p, _concrete(p, v)) for p, v in nnx.to_flat_state(others)])
         self._variables = {".".join(map(str, path)): (path, var) for path, var in nnx.to_flat_state(state)}
         self._compiled: dict[Any, tuple[Any, Any]] = {}
         self._options: dict[_Options, tuple[_Options, str]] = {}
@@ -267,11 +267,11 @@ class FlaxRunner:
         """What is no weight; random streams begin at `seed`."""
         flat = []
         for number, (path, variable) in enumerate(nnx.to_flat_state(self._others)):
-            value = variable.get_value()
             if isinstance(variable, nnx.RngKey):
                 key = jax.random.fold_in(jax.random.key(seed), number)
-                value = jax.random.split(key, value.shape) if value.shape else key
-            flat.append((path, variable.replace(value)))
+                shape = variable.get_value().shape
+                variable = variable.replace(jax.random.split(key, shape) if shape else key)  # noqa: PLW2901
+            flat.append((path, variable))
         return nnx.from_flat_state(flat)
 
     def _trace_of(self, values: Any, narrow: Any, why: str) -> Trace:
@@ -336,14 +336,18 @@ def _is_no_array(value: Any) -> bool:
     return value is not None and not isinstance(value, (jax.Array, Mapping, tuple, list))
 
 
-def _concrete(variable: Any) -> Any:
-    """A model may be one of shapes only; what is no weight (random streams, counters) gets values here."""
-    value = variable.get_value()
+def _concrete(path: Any, variable: Any) -> Any:
+    """A model may be one of shapes only; what is no weight (random streams, counters) gets values here. Raises
+    ValueError for a plain array without values: a table, that nothing fills."""
+    value = variable.get_value() if isinstance(variable, nnx.Variable) else variable
     if not isinstance(value, jax.ShapeDtypeStruct):
-        return value
+        return variable
+    if not isinstance(variable, nnx.Variable):
+        name = ".".join(map(str, path))
+        raise ValueError(f"expected the port's array {name!r} to have values, got {value}: build it outside eval_shape")
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0), value.shape) if value.shape else jax.random.key(0)
-    return jnp.zeros(value.shape, value.dtype)
+        return variable.replace(jax.random.split(jax.random.key(0), value.shape) if value.shape else jax.random.key(0))
+    return variable.replace(jnp.zeros(value.shape, value.dtype))
 
 
 def _to_numpy(array: jax.Array) -> np.ndarray:

@@ -102,7 +102,7 @@ def _table(name: str, got: np.ndarray, expected: np.ndarray) -> Comparison:
     if error > FLOAT64_RELATIVE and _is_rounded(got) and not _is_rounded(expected):
         rounded = np.array_equal(got.astype(np.float32), expected.astype(np.float32))
         detail = "the port's is rounded to float32, the reference's is not" if rounded else ""
-    if not detail and error > FLOAT64_RELATIVE:
+    if error > FLOAT64_RELATIVE and not detail.startswith("the port's"):
         detail = _first_difference(got, expected)
     return Comparison(tensor=name, error=error, bound=FLOAT64_RELATIVE, detail=detail)
 

@@ -97,13 +97,13 @@ class _Aligner:
             found = same if same in self.reference else None
         if found is None and self.is_list_of_sequential(path):
             found = outer
-        found = found or self._filled(path, self.by_leaf)
+        found = self._filled(path, self.by_leaf) if found is None else found
         return found if found is None else self.reference[found].same_as or found
 
     def is_list_of_sequential(self, path: str) -> bool:
         """Whether the path is the `layers` of an nnx.Sequential, which torch's has no name for."""
         outer, _, last = path.rpartition(".")
-        return last == "layers" and outer in self.port and self.port[outer].layer == "Sequential" and path != last
+        return last == "layers" and outer in self.port and self.port[outer].layer == "Sequential"
 
     def _filled(self, path: str, pairs: Iterable[tuple[Pattern, Pattern]]) -> str | None:
         for reference, port in pairs:
