@@ -50,7 +50,7 @@ class FlaxRunner:
             self._graphdef, state, others = _split(self.model)
             with tagged(self.model):
                 self._tagged = _split(self.model)[0]
-            self._others = nnx.from_flat_state([(p, _concrete(p, v)) for p, v in nnx.to_flat_state(others)])
+            self._others = nnx.from_flat_state([(p, _concrete(v)) for p, v in nnx.to_flat_state(others)])
         self._variables = {".".join(map(str, path)): (path, var) for path, var in nnx.to_flat_state(state)}
         self._compiled: dict[Any, tuple[Any, Any]] = {}
         self._options: dict[_Options, tuple[_Options, str]] = {}
@@ -336,15 +336,11 @@ def _is_no_array(value: Any) -> bool:
     return value is not None and not isinstance(value, (jax.Array, Mapping, tuple, list))
 
 
-def _concrete(path: Any, variable: Any) -> Any:
-    """A model may be one of shapes only; what is no weight (random streams, counters) gets values here. Raises
-    ValueError for a plain array without values: a table, that nothing fills."""
+def _concrete(variable: Any) -> Any:
+    """A model may be one of shapes only; what is no weight (random streams, counters) gets values here."""
     value = variable.get_value() if isinstance(variable, nnx.Variable) else variable
     if not isinstance(value, jax.ShapeDtypeStruct):
         return variable
-    if not isinstance(variable, nnx.Variable):
-        name = ".".join(map(str, path))
-        raise ValueError(f"expected the port's array {name!r} to have values, got {value}: build it outside eval_shape")
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return variable.replace(jax.random.split(jax.random.key(0), value.shape) if value.shape else jax.random.key(0))
     return variable.replace(jnp.zeros(value.shape, value.dtype))
