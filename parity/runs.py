@@ -239,13 +239,19 @@ class Runs:
             self._traces[key] = self.run_port(inputs, "float64", handed=self.framework_calls.handed(given))
         return self._traces[key]
 
-    def draw_masks(self, side: str, seed: int, *, batch: int = 0) -> dict[str, np.ndarray]:
-        """Keep masks by site (the reference's names), as the dropout of a side, `reference` or `port`, draws them."""
+    def draw_masks(
+        self, side: str, seed: int, *, batch: int = 0, inputs: Inputs | None = None
+    ) -> dict[str, np.ndarray]:
+        """Keep masks by site (the reference's names), as the dropout of a side, `reference` or `port`, draws them.
+
+        For the pair's batch of this number, or for other inputs.
+        """
+        given = self.batches[batch] if inputs is None else self._of_part(inputs)
         if side == "reference":
-            return dict(self.live_reference().draw_masks(self.batches[batch], seed, weights=self.weights))
+            return dict(self.live_reference().draw_masks(given, seed, weights=self.weights))
         if side != "port":
             raise ValueError(f"expected 'reference' or 'port', got {side!r}")
-        drawn = self.port_runner("float32").draw_masks(self.batches[batch], seed, weights=self.port_weights)
+        drawn = self.port_runner("float32").draw_masks(given, seed, weights=self.port_weights)
         return {self.names.of(module_of(site)) + site[len(module_of(site)) :]: mask for site, mask in drawn.items()}
 
     def gradients_in_port_layout(self, reference: Trace) -> dict[str, np.ndarray]:

@@ -121,6 +121,21 @@ INITIALISATION_RULE = (
     f"once in {1 / INITIALISATION_FALSE_ALARM:,.0f} runs, all parameters together"
 )
 INITIALISATION_FIXED_RULE = "elements with the same value in every draw: the same ones on both sides, the same value"
+TRAJECTORY_DRAWS, TRAJECTORY_RATIO = 3, 10.0
+"""A parameter beyond its bound is judged again by how far apart two trainings of the reference itself end up, where
+every weight was moved by at most one rounding at the start: over so many of them, the largest distance, so many times.
+An element whose gradient is a billionth of the others' has a relative error a billion times theirs, and Adam moves it
+by that; which element it is, the port and those trainings agree on. A fault is some thousand times larger."""
+
+SHARE_RULE = (
+    f"share of kept elements against 1 - rate, as a share of what chance gives once in {1 / DROPOUT_FALSE_ALARM:,.0f} "
+    "runs, all sites together"
+)
+INDEPENDENT_RULE = "no mask for several elements, sites or seeds, unless the reference has it too"
+STATISTICS_RULE = (
+    f"relative difference: at most {FLOAT64_RELATIVE:.0e}; a variance that Flax keeps biased and torch unbiased, by "
+    "what the batch adds to it, times (n - 1) / n"
+)
 SCHEDULE_RULE = (
     f"relative difference: at most {FLOAT64_RELATIVE:.0e}, "
     f"or {FLOAT32_SCHEDULE:.1e} for a rate that is computed in float32"
@@ -131,7 +146,8 @@ UPDATE_RULE = (
 TRAJECTORY_LOSS_RULE = f"relative difference of two float64 trainings: at most {TRAJECTORY_LOSS:.0e}"
 TRAJECTORY_RULE = (
     f"largest difference: at most {TRAJECTORY_PARAMETERS:.0e} for each unit of the learning rates summed so far, "
-    "beside one rounding of the parameter a step"
+    f"beside one rounding of the parameter a step; beyond it, {TRAJECTORY_RATIO:g} times what one rounding "
+    "of the weights changes in the reference"
 )
 TRAJECTORY_ZERO_RULE = (
     "true gradient zero, so it moves by rounding noise alone: at most the learning rates summed so far"

@@ -51,19 +51,6 @@ class Trained:
                 arrays |= {name: draw(self.shapes[name]) for name in step.sources}
         return arrays
 
-    def second_of_two(self) -> frozenset[str]:
-        """Of biases that are only ever added, those whose share of the sum is 0 where it is split up again.
-
-        Trained as they are, both would move, and their sum twice as far as the port's one bias.
-        """
-        held = set[str]()
-        for step in filter(self.merges, self.steps):
-            arrays = tuple(np.ones(self.port_shapes[name]) for name in step.targets)
-            for op in reversed(step.ops):
-                arrays = op.inverse()(arrays)
-            held |= {name for name, array in zip(step.sources, arrays, strict=True) if not array.any()}
-        return frozenset(held)
-
     def only(self, steps: Sequence[Step]) -> "Trained":
         """The same of some of the steps."""
         shapes = {name: self.shapes[name] for step in steps for name in step.sources}

@@ -8,12 +8,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from parity import training
-from parity.compare import norm
 from parity.pair import Inputs, Masks, Side
 from parity.rungs import NotComparedError
-from parity.runs import Runs
-from parity.tolerances import trained_apart, zero_noise
+from parity.runs import Runs, zero_among
+from parity.tolerances import TRAJECTORY_DRAWS, TRAJECTORY_LOSS, TRAJECTORY_RATIO, trained_apart
+from parity.trace import LOSS
 from parity.training import Trained
+from parity.weights.variation import moved_by_a_rounding
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -46,6 +47,8 @@ class Trajectory:
     """Steps after which no parameter of that side had another value."""
     zero: frozenset[str] = frozenset()
     """Parameters whose true gradient is zero."""
+    further: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    """How far two trainings of the reference alone end up, where they were asked: see TRAJECTORY_DRAWS."""
     held: frozenset[str] = frozenset()
     """The reference's parameters that were held still: the port has only their sum with others."""
 
@@ -61,8 +64,25 @@ class Trajectory:
         return [float(x) for x in np.maximum(self.summed_rates, np.cumsum(self.largest_changes))]
 
     def bounds(self, name: str) -> list[float]:
-        """For the distance of a parameter after each step."""
-        return [trained_apart(way, i + 1, self.sizes[name]) for i, way in enumerate(self.ways)]
+        """For the distance of a parameter after each step; of LOSS, for the relative difference before each."""
+        if name == LOSS:
+            own = [TRAJECTORY_LOSS] * len(self.losses)
+        else:
+            own = [trained_apart(way, i + 1, self.sizes[name]) for i, way in enumerate(self.ways)]
+        return [
+            max(bound, TRAJECTORY_RATIO * x)
+            for bound, x in zip(own, self.further.get(name, [0.0] * len(own)), strict=True)
+        ]
+
+    def within(self) -> bool:
+        """Whether every loss and every parameter whose gradient is not zero is within its bound."""
+        every = {LOSS: self.loss_errors} | {n: d for n, d in self.distances.items() if n not in self.zero}
+        return all(x <= b for name, d in every.items() for x, b in zip(d, self.bounds(name), strict=True))
+
+    @property
+    def loss_errors(self) -> list[float]:
+        """Relative difference of the losses."""
+        return [_relative(ours, theirs) for theirs, ours in self.losses]
 
 
 def train_both(runs: Runs, *, num_steps: int) -> Trajectory:
@@ -70,17 +90,15 @@ def train_both(runs: Runs, *, num_steps: int) -> Trajectory:
 
     Raises NotComparedError if a side brings neither a training step of its own nor an optimizer.
     """
-    if not hasattr(runs, "draw_masks"):  # being built
-        raise NotComparedError("being built")
     names = training.trained(runs, max_elements=None)
     reference, port = _reference(runs, names), _port(runs, names)
-    found = Trajectory(held=names.second_of_two())
+    found = Trajectory(held=runs.derived.held)
     before, before_there = reference.parameters(), port.parameters()
     for step in range(1, num_steps + 1):
         inputs = training.batch_of(runs, step)
-        masks = runs.draw_masks(inputs, seed=runs.seed + step)
+        masks = runs.draw_masks("reference", runs.seed + step, inputs=inputs)
         if step == 1:
-            found.zero = _zero(runs, inputs, masks, names)
+            found.zero = _zero(runs, inputs, masks)
         found.losses.append((reference.step(inputs, masks), port.step(inputs, masks)))
         after, after_there = reference.parameters(), port.parameters()
         found.rates.append(_rate(runs, reference, step))
@@ -90,6 +108,40 @@ def train_both(runs: Runs, *, num_steps: int) -> Trajectory:
                 found.unchanged[side].append(step)
         _measure(found, names.in_port_layout(after, kind="value"), after_there)
         before, before_there = after, after_there
+    return found
+
+
+def judge_again(runs: Runs, found: Trajectory) -> int:
+    """Trains the reference beside itself, its weights moved by a rounding, until that settles what is beyond a bound.
+
+    Gives how many such trainings there were; if they settle nothing, the bounds stay what they were.
+    """
+    names = training.trained(runs, max_elements=None)
+    # Where float64 ends inside, float32's roundings are what has to be told from a fault.
+    dtype = np.float64 if runs.float64_ends(0) is None else np.float32
+    weights = {name: array.astype(dtype) for name, array in runs.weights.items()}
+    for draw in range(TRAJECTORY_DRAWS):
+        moved = moved_by_a_rounding(weights, seed=draw)
+        for name, distances in _beside_itself(runs, names, moved, num_steps=len(found.losses)).items():
+            before = found.further.get(name, [0.0] * len(distances))
+            found.further[name] = [max(pair) for pair in zip(before, distances, strict=True)]
+        if found.within():
+            return draw + 1
+    found.further.clear()
+    return TRAJECTORY_DRAWS
+
+
+def _beside_itself(runs: Runs, names: Trained, moved: Tensors, *, num_steps: int) -> dict[str, list[float]]:
+    """Distances between the reference's training and that from other weights, after each step, and of the losses."""
+    here, there = _reference(runs, names), _reference(runs, names, weights=moved)
+    found: dict[str, list[float]] = {LOSS: []}
+    for step in range(1, num_steps + 1):
+        inputs = training.batch_of(runs, step)
+        masks = runs.draw_masks("reference", runs.seed + step, inputs=inputs)
+        found[LOSS].append(_relative(there.step(inputs, masks), here.step(inputs, masks)))
+        apart = {name: array - there.parameters()[name] for name, array in here.parameters().items()}
+        for name, difference in names.in_port_layout(apart, kind="value").items():
+            found.setdefault(name, []).append(float(np.abs(difference).max(initial=0.0)))
     return found
 
 
@@ -144,10 +196,10 @@ class Composed:
 class ComposedReference(Composed):
     """The reference; parameters in `held` keep their values."""
 
-    def __init__(self, runs: Runs, names: frozenset[str], held: frozenset[str]):
+    def __init__(self, runs: Runs, weights: Tensors, names: frozenset[str], held: frozenset[str]):
         from parity import training_torch
 
-        super().__init__(runs, runs.pair.reference, runs.weights, names)
+        super().__init__(runs, runs.pair.reference, weights, names)
         self.torch, self.held = training_torch, held
         moving = {name: self.weights[name] for name in names if name not in held}
         self.optimizer = training_torch.TorchOptimizer(self.side.optimizer, moving)
@@ -190,16 +242,16 @@ class ComposedPort(Composed):
         self.weights |= {name: self.weights[name] + rate * update for name, update in updates.items()}
 
 
-def _reference(runs: Runs, names: Trained) -> Any:
+def _reference(runs: Runs, names: Trained, *, weights: Tensors | None = None) -> Any:
     runs.live_reference()
-    side = runs.pair.reference
+    side, weights, held = runs.pair.reference, runs.weights if weights is None else weights, runs.derived.held
     if side.training is not None:
         from parity.training_torch import TorchTraining
 
-        return TorchTraining(side, side.training, runs.weights, held=names.second_of_two())
+        return TorchTraining(side, side.training, weights, held=held)
     if side.optimizer is None:
         raise NotComparedError("the reference's side brings neither a training step nor an optimizer")
-    return ComposedReference(runs, frozenset(names.shapes), names.second_of_two())
+    return ComposedReference(runs, weights, frozenset(names.shapes), held)
 
 
 def _port(runs: Runs, names: Trained) -> Any:
@@ -221,15 +273,10 @@ def _rate(runs: Runs, reference: Any, step: int) -> float:
     return float("nan") if schedule is None else own
 
 
-def _zero(runs: Runs, inputs: Inputs, masks: Masks, names: Trained) -> frozenset[str]:
+def _zero(runs: Runs, inputs: Inputs, masks: Masks) -> frozenset[str]:
     """The port's parameters whose gradient is rounding noise in training mode, at the first step."""
     trace = runs.run_reference(inputs, "float64", training=True, masks=masks)
-    zero = set[str]()
-    for step in names.steps:
-        if not names.merges(step) and all(name in trace.summed for name in step.sources):
-            scale, gradient = step.apply(trace.summed), step.apply(trace.gradients, kind="gradient")
-            zero |= {n for n, g in gradient.items() if 0 < norm(g) <= zero_noise(norm(scale[n]), np.float64)}
-    return frozenset(zero)
+    return zero_among(runs.gradients_in_port_layout(trace), runs.summed_in_port_layout(trace))
 
 
 def _measure(found: Trajectory, expected: Tensors, got: Tensors) -> None:
@@ -248,3 +295,12 @@ def _distance(got: np.ndarray, expected: np.ndarray) -> float:
         return float("inf")
     largest = float(np.abs(got - expected).max(initial=0.0))
     return largest if np.isfinite(largest) else float("inf")
+
+
+def _relative(found: float, expected: float) -> float:
+    """Of two numbers; infinite where one is not finite."""
+    difference = abs(found - expected)
+    if difference == 0.0:
+        return 0.0
+    error = difference / abs(expected) if expected else difference
+    return error if np.isfinite(error) else float("inf")

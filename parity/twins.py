@@ -135,7 +135,7 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
     sites = _Sites(config, _port_sites)
     in_float32 = _in_precision(config, "float32")
     draw_parameters = jit(lambda key: initial_parameters(in_float32, key), precision="float64")
-    draw = jax.jit(lambda key, inputs: sites.draw(inputs, flax_transformer.DropoutKey(key)))
+    draw = jit(lambda key, inputs: sites.draw(inputs, flax_transformer.DropoutKey(key)), precision="float64")
 
     def loss(logits: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
         sums = label_smoothed_cross_entropy(logits, inputs["tgt_out"], smoothing=smoothing, pad_id=config.pad_id)

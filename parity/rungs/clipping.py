@@ -27,9 +27,7 @@ SCALES = (1e4, 10.0, 1.5, 1.0 + 1e-3, 1.0 + 1e-7, 1.0, 1.0 - 1e-7, 0.5, 1e-4, 0.
 
 def climb(runs: Runs) -> Outcome:
     """Every tensor at every scale. Raises NotComparedError if one side brings no clipping."""
-    if runs.pair.port is None or runs.pair.port.clip is None or not runs.reference_brings("clip"):
-        raise NotComparedError("the pair does not bring clipping on both sides")
-    runs.live_reference()
+    runs.expect_both("clip", "clipping")
     from parity.training_flax import FlaxClipping
 
     port = FlaxClipping(runs.port_runner("float64"))

@@ -1,9 +1,232 @@
-"""To be built."""
+"""Rung 10: training mode. The same dropout masks handed to both give the same; each one's own masks are what they
+should be; running statistics move alike.
 
-from parity.rungs import NotComparedError, Outcome
-from parity.runs import Runs
+Evidence: `rates` {site: rate}; `reference` and `port` {site: share kept of its own masks}; `shared_axes` {side: {site:
+axes along which neighbours have one mask}}; `masks`, those handed in; `results` {side: what the model returned with
+them}; `buffers` {name: {old, reference, port, momentum, count}}, of running statistics, by the port's names.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from parity import masks as drawn_masks
+from parity.compare import Comparison
+from parity.masks import Drawn
+from parity.pair import Masks
+from parity.rungs import NotComparedError, Outcome, Section, float32, running_statistics, section
+from parity.rungs.forward import compare_all
+from parity.rungs.gradients import compare_traces, gradient_errors
+from parity.runs import Runs, zero_among
+from parity.statistics import share_test
+from parity.tolerances import DROPOUT_FALSE_ALARM, EXACT_RULE, FLOAT64_RULE, INDEPENDENT_RULE, SHARE_RULE
+from parity.trace import LOSS, Trace, module_of
+from parity.weights.variation import moved_by_a_rounding
+
+Rates = Mapping[str, float]
+Axes = Mapping[str, frozenset[int]]
 
 
 def climb(runs: Runs) -> Outcome:
-    """To be built."""
-    raise NotComparedError("to be built")
+    """Raises NotComparedError if there is neither dropout nor anything else that training mode changes."""
+    runs.live_reference()
+    masks = runs.draw_masks("reference", runs.seed)
+    reference = _training(runs, "reference", masks)
+    statistics = running_statistics.changed(runs, reference)
+    if not masks and not statistics and not _drops(runs):
+        raise NotComparedError("neither side has dropout, or statistics that training mode changes")
+    port = _training(runs, "port", masks)
+    exact = list(_compared(runs, reference, port))
+    sections = [section("training mode, the same masks", "float64", FLOAT64_RULE, exact)]
+    notes, evidence = list[str](), dict[str, Any]({"masks": masks})
+    evidence["results"] = {"reference": reference.results, "port": port.results}
+    if all(comparison.passed for comparison in exact):
+        sections += _float32(runs, masks, reference)
+    elif masks:
+        notes.append(_first_difference(runs, masks))
+    if masks:
+        notes += _in_force(runs, reference)
+    if masks or _drops(runs):
+        found, of_masks = _own_masks(runs)
+        sections += found
+        evidence |= of_masks
+    if statistics:
+        compared, evidence["buffers"] = running_statistics.compare(runs, reference, port, statistics)
+        sections.append(compared)
+    known = tuple(k for k in runs.known if k.kind == running_statistics.VARIANCE and statistics)
+    return Outcome(sections=tuple(sections), known=known, notes=tuple(n for n in notes if n), evidence=evidence)
+
+
+def _training(runs: Runs, side: str, masks: Masks, precision: Any = "float64", *, tap: bool = False) -> Trace:
+    # A model without a site for masks runs in training mode all the same.
+    if side == "reference":
+        return runs.run_reference(runs.batches[0], precision, training=True, masks=masks)
+    return runs.run_port(runs.batches[0], precision, tap=tap, training=True, masks=masks)
+
+
+def _drops(runs: Runs) -> bool:
+    """Whether the port draws masks."""
+    return bool(runs.draw_masks("port", runs.seed))
+
+
+def _compared(runs: Runs, reference: Trace, port: Trace) -> Iterator[Comparison]:
+    bounds = runs.float64_bounds(0)
+    expected = reference.results | {LOSS: reference.loss}
+    yield from compare_all(port.results | {LOSS: port.loss}, expected, bounds=bounds)
+    if bounds:  # float64 ends inside, and with it what could be said of gradients that are zero
+        zero = zero_among(
+            runs.gradients_in_port_layout(reference), runs.summed_in_port_layout(reference), dtype=np.float32
+        )
+        answer = {n: a for n, a in runs.gradients_in_port_layout(reference).items() if n not in zero}
+        got = {n: a for n, a in port.gradients.items() if n not in zero}
+        yield from compare_all(got, answer, bounds=runs.float64_gradient_bounds(0))
+    else:
+        yield from compare_traces(runs, reference, port)
+
+
+def _float32(runs: Runs, masks: Masks, exact: Trace) -> Iterator[Section]:
+    """The second gate, on results, loss and gradients."""
+    answer = runs.gradients_in_port_layout(exact)
+    zero = zero_among(answer, runs.summed_in_port_layout(exact))
+    theirs, ours = _training(runs, "reference", masks, "float32"), _training(runs, "port", masks, "float32")
+    names = {*exact.results, LOSS}
+
+    def errors(run: Trace, gradients: Mapping[str, np.ndarray]) -> dict[str, float]:
+        of_results = {name: error for name, error in runs.errors(run, exact).items() if name in names}
+        return of_results | {f"gradient of {n}": e for n, e in gradient_errors(gradients, answer, zero).items()}
+
+    yield float32.judged(
+        "training mode, the same masks",
+        errors(ours, ours.gradients),
+        errors(theirs, runs.gradients_in_port_layout(theirs)),
+        again=lambda draw: _further(runs, masks, draw, zero),
+        redrawn=runs.redrawn,
+    )
+
+
+def _further(runs: Runs, masks: Masks, draw: int, zero: frozenset[str]) -> dict[str, float]:
+    """The reference's float32 errors with every weight moved by at most a rounding."""
+    moved = moved_by_a_rounding(runs.weights, seed=draw)
+    exact, run = (
+        runs.run_reference(runs.batches[0], precision, weights=moved, training=True, masks=masks)
+        for precision in ("float64", "float32")
+    )
+    gradients = gradient_errors(runs.gradients_in_port_layout(run), runs.gradients_in_port_layout(exact), zero)
+    return runs.errors(run, exact) | {f"gradient of {name}": error for name, error in gradients.items()}
+
+
+def _first_difference(runs: Runs, masks: Masks) -> str:
+    """Which module is the first to differ with the same masks, with both watched."""
+    reference, port = _training(runs, "reference", masks), _training(runs, "port", masks, tap=True)
+    names = runs.comparable(reference, port)
+    for name, array in reference.outputs.items():
+        if name in names and any(
+            not c.passed for c in compare_all({name: port.outputs.get(name, np.zeros(0))}, {name: array})
+        ):
+            return f"with the same masks, the first module that differs is {module_of(name)}"
+    return "with the same masks, every module is equal, the model's own result is not"
+
+
+def _in_force(runs: Runs, reference: Trace) -> Iterator[str]:
+    evaluated = runs.reference("float64", 0)
+    if all(np.array_equal(array, evaluated.results[name]) for name, array in reference.results.items()):
+        yield "the masks change nothing in what the reference returns: are they in force?"
+
+
+def _rates(runs: Runs, masks: Masks) -> dict[str, float]:
+    """By the side's own word, or as the reference's Dropout modules have it."""
+    runner = runs.live_reference()
+    module, side = runner.module("float32"), runs.pair.reference
+    if side.dropout_rates is not None:
+        return dict(side.dropout_rates(module, runs.batches[0]))
+    rates = {}
+    for site in masks:
+        rate = getattr(module.get_submodule(module_of(site)), "p", None) if not side.draw_dropout else None
+        if rate is not None:
+            rates[site] = float(rate)
+    return rates
+
+
+def _own_masks(runs: Runs) -> tuple[list[Section], dict[str, Any]]:
+    """Sections on the masks that each side draws by itself."""
+    first = runs.draw_masks("reference", runs.seed)
+    rates = _rates(runs, first)
+    sides = {
+        side: drawn_masks.draw(lambda seed, side=side: runs.draw_masks(side, runs.seed + seed), rates)  # type: ignore[misc]
+        for side in ("reference", "port")
+    }
+    reference, port = sides["reference"], sides["port"]
+    limit = DROPOUT_FALSE_ALARM / max(1, 6 * len(reference.sites))
+    shared = {side: _shared_axes(drawn, rates, limit) for side, drawn in sides.items()}
+    sections = [section("sites of dropout", "static", EXACT_RULE, _sites(reference, port))]
+    shares = [c for side, drawn in sides.items() for c in _shares(side, drawn, rates, limit)]
+    if shares:
+        sections.append(section("each side's own masks: share kept", "statistics", SHARE_RULE, shares))
+    independent = [*_sharing(reference, port, shared), *_alike(sides), *_repeating(sides)]
+    sections.append(section("each side's own masks: independent", "statistics", INDEPENDENT_RULE, independent))
+    evidence = {
+        "rates": rates,
+        "reference": {name: site.share for name, site in reference.sites.items()},
+        "port": {name: site.share for name, site in port.sites.items()},
+        "shared_axes": shared,
+    }
+    return sections, evidence
+
+
+def _sites(reference: Drawn, port: Drawn) -> Iterator[Comparison]:
+    for name in dict.fromkeys([*reference.sites, *port.sites]):
+        theirs, ours = reference.sites.get(name), port.sites.get(name)
+        if theirs is None or ours is None:
+            which = "the port" if theirs is None else "the reference"
+            yield Comparison(tensor=name, error=float("inf"), bound=0.0, detail=f"only {which} drops out here")
+            continue
+        # Channels may come last on one side.
+        same = sorted(theirs.shape) == sorted(ours.shape)
+        detail = f"expected masks of shape {theirs.shape}, found {ours.shape}"
+        yield Comparison(tensor=name, error=0.0 if same else float("inf"), bound=0.0, detail=detail)
+
+
+def _shares(side: str, drawn: Drawn, rates: Rates, false_alarm: float) -> Iterator[Comparison]:
+    counts = {f"{name}, {side}": (s.kept, s.size, rates[name]) for name, s in drawn.sites.items() if name in rates}
+    for rate, (kept, size) in drawn_masks.pooled(drawn.sites, rates).items():
+        counts[f"all sites of rate {rate:g}, {side}"] = (kept, size, rate)
+    for name, (kept, size, rate) in counts.items():
+        verdict = share_test(kept, size, expected=1.0 - rate, false_alarm=false_alarm)
+        yield Comparison(tensor=name, error=verdict.share, bound=1.0, detail=verdict.detail)
+
+
+def _shared_axes(drawn: Drawn, rates: Rates, false_alarm: float) -> Axes:
+    return {
+        name: site.shared_axes(rates.get(name, 1.0 - site.share), false_alarm=false_alarm)
+        for name, site in drawn.sites.items()
+    }
+
+
+def _sharing(reference: Drawn, port: Drawn, shared: Mapping[str, Axes]) -> Iterator[Comparison]:
+    """Along which axes neighbours have one mask: on both sides the same (P21)."""
+    for name in reference.sites.keys() & port.sites.keys():
+        theirs, ours = shared["reference"][name], shared["port"][name]
+        if reference.sites[name].shape != port.sites[name].shape:  # axes in another order, but the batch is the first
+            theirs, ours = theirs & {0}, ours & {0}
+        detail = ""
+        if theirs != ours:
+            detail = f"one mask along axes: expected {sorted(theirs) or 'none'}, found {sorted(ours) or 'none'}"
+            detail += "; axis 0 is the batch" if 0 in theirs ^ ours else ""
+        yield Comparison(tensor=name, error=len(theirs ^ ours), bound=0.0, detail=detail)
+
+
+def _alike(sides: Mapping[str, Drawn]) -> Iterator[Comparison]:
+    reference, port = sides["reference"].alike(), sides["port"].alike()
+    differing = sorted(reference ^ port)
+    detail = "; ".join(
+        f"{a} and {b} have one mask in the {'port' if (a, b) in port else 'reference'} alone" for a, b in differing
+    )
+    yield Comparison(tensor="sites with one mask", error=len(differing), bound=0.0, detail=detail)
+
+
+def _repeating(sides: Mapping[str, Drawn]) -> Iterator[Comparison]:
+    for side, drawn in sides.items():
+        sites = sorted(drawn.repeating())
+        detail = f"the same mask with two seeds: {', '.join(sites)}" if sites else ""
+        yield Comparison(tensor=f"two seeds, {side}", error=len(sites), bound=0.0, detail=detail)

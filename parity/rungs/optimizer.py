@@ -14,7 +14,7 @@ import numpy as np
 
 from parity import training
 from parity.compare import Comparison, norm, relative_error
-from parity.rungs import NotComparedError, Outcome, Section, section
+from parity.rungs import Outcome, Section, section
 from parity.rungs.forward import compare_all
 from parity.runs import Runs
 from parity.tolerances import FLOAT64_RULE, UPDATE_RULE, updated
@@ -32,9 +32,7 @@ Tensors = Mapping[str, np.ndarray]
 
 def climb(runs: Runs) -> Outcome:
     """Updates of every parameter in every step, then the moments. Raises NotComparedError if one side brings none."""
-    if runs.pair.port is None or runs.pair.port.optimizer is None or not runs.reference_brings("optimizer"):
-        raise NotComparedError("the pair does not bring an optimizer on both sides")
-    runs.live_reference()
+    runs.expect_both("optimizer", "optimizer")
     from parity.training_flax import OptaxOptimizer
     from parity.training_torch import TorchOptimizer
 
@@ -43,7 +41,7 @@ def climb(runs: Runs) -> Outcome:
     theirs = TorchOptimizer(runs.pair.reference.optimizer, weights)
     before = names.in_port_layout(weights, kind="value")
     ours = OptaxOptimizer(runs.port_runner("float64"), runs.pair.port.optimizer, before)
-    record, still = _Record(before), names.second_of_two()
+    record, still = _Record(before), runs.derived.held
     for step in range(1, NUM_STEPS + 1):
         gradients = _gradients(names, step=step, seed=runs.seed)
         ported = names.in_port_layout(gradients, kind="gradient")

@@ -12,12 +12,12 @@ from parity.rungs import Outcome, section
 from parity.runs import Runs
 from parity.tolerances import (
     MOVES_RULE,
-    TRAJECTORY_LOSS,
     TRAJECTORY_LOSS_RULE,
     TRAJECTORY_RULE,
     TRAJECTORY_ZERO_RULE,
 )
-from parity.trajectory import Trajectory, train_both
+from parity.trace import LOSS
+from parity.trajectory import Trajectory, judge_again, train_both
 
 JUMP = 100.0
 """A distance that grew by this factor within one step is a jump; drift grows with the steps."""
@@ -26,6 +26,7 @@ JUMP = 100.0
 def climb(runs: Runs) -> Outcome:
     """Losses, parameters, those with a zero gradient apart, and whether the steps changed anything at all."""
     found = train_both(runs, num_steps=runs.pair.training_steps)
+    again = 0 if found.within() else judge_again(runs, found)
     losses = list(_losses(found))
     parameters = [_parameter(found, name) for name in found.distances if name not in found.zero]
     noise = [_zero(found, name) for name in sorted(found.zero)]
@@ -39,7 +40,7 @@ def climb(runs: Runs) -> Outcome:
     first, departure = _departure(found)
     return Outcome(
         sections=tuple(sections),
-        notes=tuple(_notes(found, first, departure)),
+        notes=tuple(_notes(found, first, departure, again)),
         evidence={
             "losses": found.losses,
             "rates": found.rates,
@@ -53,15 +54,10 @@ def climb(runs: Runs) -> Outcome:
 
 
 def _losses(found: Trajectory) -> Iterator[Comparison]:
-    for number, (theirs, ours) in enumerate(found.losses, start=1):
-        difference = abs(ours - theirs)
-        error = difference / abs(theirs) if difference and theirs else difference
-        yield Comparison(
-            tensor=f"loss of step {number}",
-            error=error,
-            bound=TRAJECTORY_LOSS,
-            detail=f"expected {theirs:.15g}, found {ours:.15g}",
-        )
+    every = zip(found.losses, found.loss_errors, found.bounds(LOSS), strict=True)
+    for number, ((theirs, ours), error, bound) in enumerate(every, start=1):
+        detail = f"expected {theirs:.15g}, found {ours:.15g}"
+        yield Comparison(tensor=f"loss of step {number}", error=error, bound=bound, detail=detail)
 
 
 def _parameter(found: Trajectory, name: str) -> Comparison:
@@ -112,12 +108,14 @@ def _kind(distances: list[float], bounds: list[float], at: int) -> str:
     return "jump" if distances[at] > JUMP * before else "drift"
 
 
-def _notes(found: Trajectory, first: int | None, departure: str) -> Iterator[str]:
+def _notes(found: Trajectory, first: int | None, departure: str, again: int) -> Iterator[str]:
     steps, way = len(found.losses), found.summed_rates[-1]
     compared: Any = [name for name in found.distances if name not in found.zero]
     furthest = max((found.distances[name][-1] for name in compared), default=0.0)
     per_unit = f", {furthest / way:.1e} for each unit of it" if way > 0 else ""
     yield f"{steps} steps, rates summed to {way:.3g}: parameters at most {furthest:.1e} apart at the end{per_unit}"
+    if again and found.within():
+        yield f"settled by {again} trainings of the reference beside itself, from weights moved by a rounding"
     if first is not None:
         how = "in a jump" if departure == "jump" else "by drift"
         yield f"parameters depart in step {first}, {how}"
