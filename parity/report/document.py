@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from parity.ladder import Report
     from parity.locate import Location
     from parity.rungs import Rung, Section
+    from parity.tree import Node
 
 FORMAT = 2
 """Goes up when a field changes its meaning or goes away."""
@@ -29,7 +30,7 @@ def to_json(report: "Report") -> dict[str, Any]:
         "rungs": [_rung(rung) for rung in report.rungs],
         "first_difference": None if first is None else _location(first),
         "diagnosis": _diagnosis(report.diagnosis),
-        "tree": [_node(node) for node in getattr(report, "tree", None) or ()],
+        "tree": [_node(node) for node in report.tree],
         "known": [
             {"tensors": list(k.tensors), "kind": k.kind, "reason": k.reason, "holds": k.holds} for k in report.known
         ],
@@ -39,7 +40,7 @@ def to_json(report: "Report") -> dict[str, Any]:
         "redrawn": list(report.redrawn),
         "num_parameters": report.num_parameters,
         "seconds": report.seconds,
-        "golden": dict(getattr(report, "golden", None) or {}),
+        "golden": dict(report.golden),
         "bounds": [{"name": b.name, "value": b.value, "reason": b.reason} for b in every_bound()],
         "environment": environment(),
     }
@@ -88,6 +89,7 @@ def _location(first: "Location") -> dict[str, Any]:
         "error": _number(first.error),
         "explanation": first.explanation,
         "sentence": str(first),
+        "further": list(getattr(first, "sentences", ())),
     }
 
 
@@ -103,14 +105,13 @@ def _diagnosis(diagnosis: Any) -> dict[str, Any] | None:
     }
 
 
-def _node(node: Any) -> dict[str, Any]:
-    error = getattr(node, "error", None)
+def _node(node: "Node") -> dict[str, Any]:
     return {
         "path": node.path,
         "depth": node.depth,
         "type": node.type,
-        "status": str(node.status),
-        "error": None if error is None else _number(error),
+        "status": node.status,
+        "error": None if node.error is None else _number(node.error),
     }
 
 

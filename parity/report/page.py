@@ -12,6 +12,8 @@ from parity.report.series import number
 
 Document = Mapping[str, Any]
 
+DIFFERENT = ("first difference", "differs")
+"""Statuses of modules that the reader looks for."""
 STATUS_WORDS = {"passed": "ok", "failed": "fail", "skipped": "not compared", "not reached": "not reached"}
 
 
@@ -29,7 +31,7 @@ class Branch:
     @property
     def differs(self) -> bool:
         """Here or anywhere below: then it is shown opened."""
-        return self.status != "equal" or any(branch.differs for branch in self.branches)
+        return self.status in DIFFERENT or any(branch.differs for branch in self.branches)
 
 
 def to_html(document: Document) -> str:

@@ -95,8 +95,7 @@ def _blocks(report: Report) -> Iterator[tuple[str, list[Text]]]:
 
 
 def _golden(report: Report) -> list[Text]:
-    golden = getattr(report, "golden", None) or {}
-    return [Text(f"{name}: {text}") for name, text in golden.items()]
+    return [Text(f"{name}: {text}") for name, text in report.golden.items()]
 
 
 def _not_compared(report: Report) -> list[Text]:
@@ -166,15 +165,12 @@ def _rules(report: Report) -> list[Text]:
 
 def _show_difference(report: Report, console: Console) -> None:
     console.print(Text(str(report.first_difference), style="bold red"))
-    diagnosis = report.diagnosis
-    if diagnosis is not None:
-        console.print(Text(str(diagnosis), style="bold"))
-        fix = str(getattr(diagnosis, "fix", ""))
-        if fix and fix not in str(diagnosis):
-            console.print(Padding(Text(f"Fix: {fix}"), (0, 0, 0, 2)))
-    nodes = getattr(report, "tree", None) or ()
-    if nodes:
-        console.print(drawn(nodes))
+    for sentence in getattr(report.first_difference, "sentences", ()):
+        console.print(Padding(Text(sentence), (0, 0, 0, 2)))
+    if report.diagnosis is not None:
+        console.print(Text(f"Diagnosis: {report.diagnosis}", style="bold"))
+    if report.tree:
+        console.print(drawn(report.tree))
     console.print()
 
 

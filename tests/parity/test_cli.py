@@ -1,6 +1,7 @@
 """`python -m parity`: exit statuses, messages, and a trained run from checkpoint to PyTorch and back."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,19 +35,26 @@ def status(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("check",), "--preset or --checkpoint"),
+        (("check",), "expected one of MY_PORT.PY, --preset and --checkpoint, got none"),
+        (("check", "port.py", "--preset", "tiny"), "got a file and --preset"),
         (("check", "--preset", "huge"), "huge"),
         (("check", "--preset", "tiny", "--set", "norm_oder=pre"), "norm_oder=pre"),
         (("check", "--preset", "tiny", "--set", "window"), "FIELD=VALUE"),
-        (("check", "--checkpoint", "somewhere", "--set", "window=3"), "--set without --checkpoint"),
+        (("check", "--checkpoint", "somewhere", "--set", "window=3"), "expected --set with --preset alone"),
         (("convert", "a", "b", "--from", "torch", "--to", "flax"), "torch"),
         (("check", "--preset", "tiny", "--set", "num_heads=7"), "num_heads: expected a divisor of d_model=30, got 7"),
         (("check", "--preset", "tiny", "--set", "attention=library"), "got 'library'"),
         (("check", "--checkpoint", "no-such-run"), "no-such-run"),
-        (("check", "--preset", "tiny", "--set", "dtype=bfloat16"), "float64 and in float32"),
-        (("check", "--preset", "tiny", "--set", "dropout=0.3"), "without dropout"),
+        (("check", "--preset", "tiny", "--set", "dtype=bfloat16"), "whatever the config says"),
         (("check", "--preset", "tiny", "--seed", "-1"), "--seed: expected at least 0"),
         (("check", "--preset", "tiny", "--json", "/proc/nope/report.json"), "/proc/nope"),
+        (("check", "--preset", "tiny", "--report", "/proc/nope"), "/proc/nope"),
+        (("check", "--preset", "tiny", "--rungs", "forwards"), "--rungs: expected some of preflight, inventory"),
+        (("check", "--preset", "tiny", "--against", "no.golden"), "expected a golden file, got no.golden"),
+        (("check", "no_port.py"), "got no_port.py, which is no file"),
+        (("record", "port.py"), "expected a file to write, got none"),
+        (("record", "no_port.py", "port.golden"), "got no_port.py, which is no file"),
+        (("record", "port.py", "port.golden", "--draws", "-1"), "--draws: expected at least 0"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(
@@ -62,17 +70,165 @@ def test_what_cannot_be_converted_exits_with_1_and_says_why(capsys: pytest.Captu
     assert "no.pt" in capsys.readouterr().err
 
 
-def test_help_waits_for_no_framework() -> None:
+@pytest.mark.parametrize("command", ["check", "record", "selftest", "convert"])
+def test_help_waits_for_no_framework(command: str) -> None:
     code = (
-        "import sys; from parity.__main__ import main\n"
-        "try:\n    main(['check', '--help'])\n"
+        "import sys, parity; from parity.__main__ import main\n"
+        f"try:\n    main(['{command}', '--help'])\n"
         "except SystemExit as error:\n    assert not error.code\n"
-        "loaded = {'jax', 'torch', 'flax'} & set(sys.modules)\n"
-        "assert not loaded, loaded"
+        "loaded = {'jax', 'torch', 'flax', 'numpy'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+        "assert 'Pair' in dir(parity) and parity.Pair.__module__ == 'parity.pair'"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "--checkpoint" in done.stdout
+    assert done.stdout.strip()
+
+
+PORT = """
+import beside
+
+import parity
+from parity.weights.rules import Transpose
+
+RULES = [parity.Rule("weight", "kernel", (Transpose(),)), parity.Rule("bias", "bias")]
+
+
+def pair():
+    return beside.make(RULES)
+"""
+
+BESIDE = """
+import numpy as np
+import torch
+from flax import nnx
+
+import parity
+from parity.weights.mapping import WeightMapping
+
+
+def make(rules):
+    inputs = {"x": np.random.default_rng(0).normal(size=(3, 5))}
+    port = lambda: nnx.Linear(5, 7, rngs=nnx.Rngs(0))
+    mapping = WeightMapping(rules)
+    return parity.Pair(
+        name="one layer", reference=lambda: torch.nn.Linear(5, 7), port=port, inputs=inputs, mapping=mapping
+    )
+"""
+
+
+@pytest.fixture
+def port_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_port.py").write_text(PORT, encoding="utf-8")
+    (tmp_path / "beside.py").write_text(BESIDE, encoding="utf-8")
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+    return tmp_path / "my_port.py"
+
+
+def test_a_users_file_is_checked_and_reported(port_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = port_file.parent / "report"
+    known = set(sys.modules)
+    rungs = ("--rungs", "weights", "forward", "gradients")
+    assert status("check", str(port_file), "--report", str(folder), *rungs) == 0
+    assert "The two are equal: 3 of 17 rungs compared" in capsys.readouterr().out
+    assert {path.name for path in folder.iterdir()} == {"index.html", "junit.xml", "report.json"}
+    assert "my_port" not in set(sys.modules) - known, "no import statement can meet the file by accident"
+    left_out = json.loads((folder / "report.json").read_text())["rungs"][6]
+    assert (left_out["status"], left_out["skipped"]) == ("skipped", "left out on request")
+
+
+def test_a_port_that_differs_exits_with_1_and_climbs_on_if_asked(
+    port_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twisted = BESIDE.replace("lambda: nnx.Linear(5, 7,", "lambda: nnx.Linear(5, 7, precision=None, dot_general=off,")
+    twisted += """
+
+def off(*args, **kwargs):
+    import jax
+    return jax.lax.dot_general(*args, **kwargs) * (1 + 1e-7)
+"""
+    (port_file.parent / "beside.py").write_text(twisted, encoding="utf-8")
+    rungs = ("--rungs", "weights", "forward", "gradients")
+    assert status("check", str(port_file), *rungs) == 1
+    stopped = capsys.readouterr().out
+    assert "NOT EQUAL: 2 of 17" in stopped
+    assert "not reached" in stopped
+    assert status("check", str(port_file), "--keep-going", *rungs) == 1
+    assert "NOT EQUAL: 3 of 17" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def pair(:\n", "my_port.py, line 1: expected Python, got"),
+        ("import no_such_package\n", "expected its imports to succeed, got No module named 'no_such_package'"),
+        ("def pair():\n    import no_such_package\n", "got No module named 'no_such_package'"),
+        (
+            "def pairs(): ...\n",
+            "expected a function pair() that returns a parity.Pair, got a file without it (it has pairs)",
+        ),
+        ("pair = 3\n", "got pair = 3"),
+        ("def pair():\n    return 3\n", "expected pair() to return a parity.Pair, got int"),
+    ],
+)
+def test_a_file_that_brings_no_pair_exits_with_2_and_is_named(
+    text: str, message: str, port_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port_file.write_text(text, encoding="utf-8")
+    assert status("check", str(port_file)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "my_port.py" in error
+
+
+@pytest.mark.parametrize("when", ["built", "run"])
+def test_a_model_that_fails_exits_with_3(when: str, port_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    method = {"built": "def __init__(self, *args, **kwargs)", "run": "def __call__(self, x)"}[when]
+    broken = BESIDE.replace("lambda: nnx.Linear(", "lambda: Broken(")
+    broken += f"""
+
+class Broken(nnx.Linear):
+    {method}:
+        raise RuntimeError("the port is broken")
+"""
+    (port_file.parent / "beside.py").write_text(broken, encoding="utf-8")
+    assert status("check", str(port_file), "--rungs", "weights", "forward") == 3
+    captured = capsys.readouterr()
+    assert "a model failed while it was built or ran" in captured.err
+    assert "the port is broken" in captured.out
+
+
+def test_a_reference_is_recorded_with_its_sizes_and_the_port_checked_against_it(
+    port_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    golden = port_file.with_name("port.golden")
+    assert status("record", str(port_file), str(golden), "--draws", "1") == 0
+    printed = capsys.readouterr().out
+    assert "batch 1: gradients" in printed
+    assert f"{golden.stat().st_size:,} bytes" in printed
+    assert status("record", str(port_file), str(golden)) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert status("check", str(port_file), "--against", str(golden), "--rungs", "weights", "forward") == 0
+    assert "port.golden" in capsys.readouterr().out
+
+
+def test_the_cpu_is_split_before_jax_is_imported(port_file: Path) -> None:
+    """Eight devices for a user's file and tiny, two for base, and as many as the user says where the user says so."""
+    code = (
+        "import os, sys; from parity import __main__\n"
+        "__main__._set_devices(sys.argv[1] or None)\n"
+        "import jax; print(len(jax.devices()))"
+    )
+
+    def count(preset: str, flags: str = "") -> int:
+        environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-c", code, preset]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+
+    assert count("") == 8
+    assert count("base") == 2
+    assert count("tiny", "--xla_force_host_platform_device_count=3") == 3
 
 
 @pytest.fixture(scope="module")
@@ -97,25 +253,12 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_model_that_fails_while_it_runs_exits_with_3(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from parity import ladder
-
-    def fail(_: object) -> None:
-        raise RuntimeError("the port is broken")
-
-    monkeypatch.setattr(ladder, "check", fail)
-    assert status("check", "--preset", "tiny") == 3
-    captured = capsys.readouterr()
-    assert "the port is broken" in captured.out + captured.err
-
-
 def test_trained_weights_are_checked_on_the_runs_own_text(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert status("check", "--checkpoint", str(trained_run), "--json", str(tmp_path / "report.json")) == 0
-    assert "The two are equal" in capsys.readouterr().out
+    arguments = ("--json", str(tmp_path / "report.json"), "--rungs", "weights", "forward", "loss", "gradients")
+    assert status("check", "--checkpoint", str(trained_run), *arguments) == 0
+    assert "The two are equal: 4 of 17 rungs compared" in capsys.readouterr().out
     values = json.loads((tmp_path / "report.json").read_text())
     assert values["passed"]
     assert "step" in values["name"]
@@ -127,7 +270,8 @@ def test_a_run_in_half_width_with_library_attention_can_be_checked(trained_run: 
     model = config.model.replace(param_dtype="bfloat16", dtype="bfloat16", attention="library")
     config = config.replace(run_dir=tmp_path / "half", model=model, max_steps=2)
     train(config, console=Console(quiet=True))
-    assert status("check", "--checkpoint", str(tmp_path / "half"), "--json", str(tmp_path / "report.json")) == 0
+    arguments = ("--json", str(tmp_path / "report.json"), "--rungs", "weights", "forward")
+    assert status("check", "--checkpoint", str(tmp_path / "half"), *arguments) == 0
     name = json.loads((tmp_path / "report.json").read_text())["name"]
     assert "with plain attention, its bfloat16 weights as float32" in name
 

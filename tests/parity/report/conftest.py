@@ -1,15 +1,18 @@
 """Two reports made by hand: one of a pair that is equal, one of a port whose second norm has another eps."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from parity import ladder
 from parity.compare import Comparison, Identical
+from parity.diagnose.diagnosis import Diagnosis
 from parity.locate import Location
 from parity.pair import KnownDifference
 from parity.rungs import Outcome, Rung, Section
+from parity.tree import Node, Status
 
 MODULES = (
     "embed",
@@ -23,25 +26,13 @@ MODULES = (
 SKIPPED = 'the pair brings no <decoder> & no "scores"'
 
 
-@dataclasses.dataclass(frozen=True)
-class Node:
-    path: str
-    depth: int
-    type: str
-    status: str
-    error: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Diagnosis:
-    kind: str = "eps"
-    module: str = "layers.1.norm"
-    sentence: str = "The port's eps is 1e-6, the reference's 1e-5"
-    fix: str = "set eps to 1e-5"
-    alternatives: tuple[str, ...] = ("fast variance",)
-
-    def __str__(self) -> str:
-        return f"{self.sentence}; fix: {self.fix}."
+DIAGNOSIS = Diagnosis(
+    kind="eps",
+    module="layers.1.norm",
+    sentence="The port's eps is 1e-6, the reference's 1e-5",
+    fix="set eps to 1e-5",
+    alternatives=("fast variance",),
+)
 
 
 def _section(title: str, precision: str, comparisons: list[Comparison]) -> Section:
@@ -72,25 +63,30 @@ def _rung(number: int, name: str, title: str, *, differs: bool) -> Rung:
 
 
 def made(*, differs: bool) -> Any:
-    report = ladder.Report(
+    return ladder.Report(
         name="toy <b>&",
         rungs=tuple(_rung(n, name, title, differs=differs) for n, (name, _, title) in enumerate(ladder.RUNGS, start=1)),
         first_difference=Location(module="layers.1.norm", error=3e-7) if differs else None,
-        diagnosis=Diagnosis() if differs else None,
+        diagnosis=DIAGNOSIS if differs else None,
         known=(KnownDifference(tensors=("rnn.bias",), kind="GRU bias", reason="No place.", holds="the rest"),),
         results_identical=Identical(count=21, unequal=int(differs), max_units=int(differs)),
         gradients_identical=Identical(count=98, unequal=0, max_units=0),
         zero_gradients=("layers.0.attention.k.bias",),
         redrawn=("layers.1.norm",),
         num_parameters=12345,
+        tree=tuple(_tree(differs=differs)),
         seconds=2.5,
     )
-    nodes = [Node("", 0, "Toy", "differs" if differs else "equal", 3e-7 if differs else 0.0)]
+
+
+def _tree(*, differs: bool) -> Iterator[Node]:
+    yield Node(path="", depth=0, type="Toy", status="differs" if differs else "equal", error=3e-7 if differs else 0.0)
     for path in ("embed", "layers", "layers.0", "layers.0.attention", "layers.0.norm", "layers.1", "layers.1.norm"):
-        status = {"layers.1.norm": "first", "layers": "differs", "layers.1": "differs"}.get(path) if differs else None
-        nodes.append(Node(path, path.count(".") + 1, "Module", status or "equal", 3e-7 if status else None))
-    object.__setattr__(report, "tree", tuple(nodes))
-    return report
+        status: Status = "not compared" if path == "layers" else "equal"
+        if differs and path.startswith("layers.1"):
+            status = "first difference" if path == "layers.1.norm" else "differs"
+        error = {"equal": 1e-16, "not compared": None}.get(status, 3e-7)
+        yield Node(path=path, depth=path.count(".") + 1, type="Module", status=status, error=error)
 
 
 @pytest.fixture(scope="package")

@@ -37,7 +37,7 @@ def test_a_difference_is_named_with_its_diagnosis_and_its_place(unequal: Any) ->
     assert "First module that differs: layers.1.norm" in text
     assert "The port's eps is 1e-6, the reference's 1e-5" in text
     assert "set eps to 1e-5" in text
-    assert "norm  Module  first  3.0e-07" in text, "the tree marks it"
+    assert "norm  Module  first difference  3.0e-07" in text, "the tree marks it"
     assert "3 equal" in text, "and counts what is equal beside it"
     assert "6 forward, float64 modules and results: layers.1.norm 3.0e-07, bound 1.0e-12" in text
     assert text.splitlines()[-1].startswith("The two are NOT EQUAL: 6 of 17 rungs compared")
