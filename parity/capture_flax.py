@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -92,12 +93,15 @@ class FlaxRunner:
         return arrays
 
     def inputs(self, inputs: Inputs) -> dict[str, Any]:
-        """Inputs as arrays; floating-point ones in the precision of the run."""
+        """Inputs as arrays; floating-point ones in the precision of the run. In order, which jax keeps of no plain
+        dict: models are called positionally."""
 
         def place(array: np.ndarray) -> jax.Array:
             return jnp.asarray(array, self.precision if np.issubdtype(array.dtype, np.floating) else None)
 
-        return {name: substitute(value, lambda x: isinstance(x, np.ndarray), place) for name, value in inputs.items()}
+        return OrderedDict(
+            (name, substitute(value, lambda x: isinstance(x, np.ndarray), place)) for name, value in inputs.items()
+        )
 
     def trace(
         self,
@@ -109,6 +113,7 @@ class FlaxRunner:
         masks: Masks | None = None,
         handed: Mapping[str, list[np.ndarray]] | None = None,
         valid: np.ndarray | None = None,
+        results: Sequence[str] = (),
         seed: int = 0,
     ) -> Trace:
         """Runs with these weights, by the names of the port, in evaluation mode unless `training`.
@@ -116,8 +121,9 @@ class FlaxRunner:
         Untapped, no module is watched: the program that users run; tapping changes what the compiler fuses (P24).
         `masks`: keep masks by site for the model's dropout, which implies training mode. `handed`: for a call of a
         module, by the port's names, the floating-point inputs it gets in place of the model's own, where the shapes are
-        equal. `valid`: which leading positions of an output count in the loss of a pair that brings none. `seed`: of
-        the random numbers that the model draws by itself.
+        equal. `valid`: which leading positions of an output count in the loss of a pair that brings none. `results`:
+        the reference's names for what the model returns, if it returns as many arrays under other names. `seed`: of the
+        random numbers that the model draws by itself.
 
         Raises ValueError that names masks without a place.
         """
@@ -132,6 +138,7 @@ class FlaxRunner:
                 "masks": {site: jnp.asarray(mask, bool) for site, mask in (masks or {}).items()},
                 "handed": {name: [jnp.asarray(a) for a in every] for name, every in (handed or {}).items()},
                 "valid": None if valid is None else Static(valid.shape),
+                "named": Static(tuple(results)),
                 "rows": None if valid is None else tuple(jnp.asarray(rows) for rows in np.nonzero(valid)),
             }
             values, narrow, why = self._run_tolerantly(options, given)
@@ -157,7 +164,7 @@ class FlaxRunner:
 
     def loss(self, output: Any, results: Mapping[str, jax.Array], inputs: Mapping[str, Any]) -> jax.Array:
         """The side's own, or the fixed random projection."""
-        return self._loss(output, results, {"inputs": inputs, "valid": None, "rows": None})
+        return self._loss(output, results, {"inputs": inputs, "valid": None, "rows": None, "named": Static(())})
 
     def _loss(self, output: Any, results: Mapping[str, jax.Array], given: Mapping[str, Any]) -> jax.Array:
         if self.side.loss is not None:
@@ -165,8 +172,9 @@ class FlaxRunner:
             return loss[0] / loss[1] if isinstance(loss, tuple) else loss
         if not results:
             raise ValueError(f"expected the port to return floating-point arrays, got {type(output).__name__}")
-        terms = []
-        for name, array in results.items():
+        terms, named = [], given["named"].value
+        names = named if len(named) == len(results) and set(named) != set(results) else tuple(results)
+        for name, array in zip(names, results.values(), strict=True):
             counted = array
             if given["valid"] is not None and array.shape[: len(given["rows"])] == given["valid"].value:
                 # By selection: an invalid position may be NaN, which times 0 is NaN.

@@ -17,9 +17,10 @@ from parity.capture_torch_sums import BiasSums
 from parity.facts import Facts
 from parity.facts_torch import describe
 from parity.pair import Inputs, Masks, Precision, Side
+from parity.part import submodule
 from parity.trace import LOSS, OUTPUT, Trace, by_name, leaves, narrow_by_name, projection, substitute
 
-__all__ = ["TorchRunner", "given_to_part", "load_reference", "tensors_of", "to_numpy"]
+__all__ = ["TorchRunner", "load_reference", "tensors_of", "to_numpy"]
 
 
 class TorchRunner:
@@ -132,6 +133,31 @@ class TorchRunner:
             output = self.side.call(module, arrays)
         return {OUTPUT + suffix: to_numpy(tensor) for suffix, tensor in leaves(output, is_floating)}
 
+    def given_to(self, part: str, inputs: Inputs, *, weights: Mapping[str, np.ndarray] | None = None) -> dict[str, Any]:
+        """Runs in float64; returns what the submodule `part` was given in its first call, by the names of its
+        parameters: arrays, structures of arrays, and whatever else. What only repeats a default at the end is left out.
+
+        Raises ValueError if there is no such submodule, or it is not called.
+        """
+        module = self.module("float64")
+        if weights is not None:
+            load_reference(module, weights, precision="float64")
+        found: list[dict[str, Any]] = []
+
+        def keep(called: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            if not found:
+                found.append(_by_parameter(called.forward, args, kwargs))
+
+        handle = submodule(module, part).register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            with _settings(module, seed=0, training=False), torch.no_grad():
+                self.side.call(module, tensors_of(inputs, "float64", device=device_of(module)))
+        finally:
+            handle.remove()
+        if not found:
+            raise ValueError(f"expected the reference to call its submodule {part!r}, got no call")
+        return found[0]
+
     def draw_masks(
         self, inputs: Inputs, seed: int, *, weights: Mapping[str, np.ndarray] | None = None
     ) -> dict[str, np.ndarray]:
@@ -179,41 +205,6 @@ class TorchRunner:
             weight = torch.from_numpy(projection(name, tuple(counted.shape)))
             terms.append((counted * weight.to(counted.device, counted.dtype)).sum())
         return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
-
-
-def given_to_part(
-    side: Side, part: str, inputs: Inputs, *, weights: Mapping[str, np.ndarray] | None = None
-) -> dict[str, Any]:
-    """Runs the whole reference in float64; returns what its submodule `part` was given in its first call, by the
-    names of its parameters: arrays, structures of arrays, and whatever else. What only repeats a default at the end is
-    left out.
-
-    Raises ValueError if there is no such submodule, or it is not called.
-    """
-    whole = TorchRunner(side)
-    module = whole.module("float64")
-    if weights is not None:
-        load_reference(module, weights, precision="float64")
-    try:
-        submodule = module.get_submodule(part)
-    except AttributeError:
-        near = ", ".join(name for name, _ in module.named_children())
-        raise ValueError(f"expected part to be a submodule of the reference ({near}, ...), got {part!r}") from None
-    found: list[dict[str, Any]] = []
-
-    def keep(called: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if not found:
-            found.append(_by_parameter(called.forward, args, kwargs))
-
-    handle = submodule.register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        with _settings(module, seed=0, training=False), torch.no_grad():
-            side.call(module, tensors_of(inputs, "float64", device=device_of(module)))
-    finally:
-        handle.remove()
-    if not found:
-        raise ValueError(f"expected the reference to call its submodule {part!r}, got no call")
-    return found[0]
 
 
 def _by_parameter(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:

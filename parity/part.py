@@ -43,13 +43,19 @@ def pair_of_part(pair: Pair) -> Pair:
     return dataclasses.replace(pair, reference=reference, port=port, weights=_of_part(pair))
 
 
-def replayed(pair: Pair, inputs: Inputs) -> PartInputs:
-    """What the reference of this pair, run whole in float64, gives its submodule. Raises ValueError if it does not
-    call it."""
-    from parity.capture_torch import given_to_part
+class Replay:
+    """The reference of this pair, run whole, and always the same one."""
 
-    whole = pair.weights if pair.weights is not None and _of_part(pair) is not pair.weights else None
-    return PartInputs(given_to_part(pair.reference, pair.part, inputs, weights=whole), whole=inputs)
+    def __init__(self, pair: Pair):
+        from parity.capture_torch import TorchRunner
+
+        self.part = pair.part
+        self.runner = TorchRunner(pair.reference)
+        self.weights = pair.weights if pair.weights is not None and _of_part(pair) is not pair.weights else None
+
+    def __call__(self, inputs: Inputs) -> PartInputs:
+        """What its submodule is given in float64. Raises ValueError if it is not called."""
+        return PartInputs(self.runner.given_to(self.part, inputs, weights=self.weights), whole=inputs)
 
 
 def _of_part(pair: Pair) -> Mapping[str, np.ndarray] | None:
@@ -64,13 +70,18 @@ def _build_of_part(side: Side, part: str) -> Any:
     @functools.wraps(side.build, updated=())
     def build(*args: Any, **kwargs: Any) -> Any:
         whole = side.build(*args, **kwargs)
-        try:
-            return whole.get_submodule(part)
-        except AttributeError:
-            near = ", ".join(name for name, _ in whole.named_children())
-            raise ValueError(f"expected part to be a submodule of the reference ({near}), got {part!r}") from None
+        return submodule(whole, part)
 
     return build
+
+
+def submodule(whole: Any, part: str) -> Any:
+    """Of a torch.nn.Module. Raises ValueError that names those it has."""
+    try:
+        return whole.get_submodule(part)
+    except AttributeError:
+        near = ", ".join(name for name, _ in whole.named_children())
+        raise ValueError(f"expected part to be a submodule of the reference ({near}, ...), got {part!r}") from None
 
 
 def _call(module: Any, inputs: Mapping[str, Any]) -> Any:

@@ -14,10 +14,10 @@ from parity.framework_calls import FrameworkCalls
 from parity.layout import Layouts
 from parity.naming import Names, by_position, names_by_call, selected
 from parity.pair import Inputs, KnownDifference, Masks, Pair, Precision
-from parity.part import PartInputs, pair_of_part, replayed
+from parity.part import PartInputs, Replay, pair_of_part
 from parity.rungs import NotComparedError
 from parity.tolerances import zero_noise
-from parity.trace import LOSS, Trace, call_of, method_of, module_of
+from parity.trace import LOSS, OUTPUT, Trace, call_of, method_of, module_of
 from parity.weights.derive import Derived, derive
 from parity.weights.mapping import WeightMapping
 from parity.weights.variation import moved_by_a_rounding, without_constants
@@ -213,6 +213,7 @@ class Runs:
             masks=None if masks is None else self._in_port_names(masks),
             handed=None if handed is None else self._in_port_names(handed),
             valid=valid,
+            results=self._names_of_arrays.get(OUTPUT, ()),
         )
         trace = self.framework_calls.apply(self.names.apply(trace), self._names_of_arrays)
         trace, calls = by_position(trace, self._names_of_arrays)
@@ -407,13 +408,17 @@ class Runs:
     def _of_part(self, inputs: Inputs) -> Inputs:
         if not self.whole.part or self.golden is not None or isinstance(inputs, PartInputs):
             return inputs
-        return replayed(self.whole, inputs)
+        return self._replay(inputs)
 
     def _valid(self, inputs: Inputs) -> np.ndarray | None:
         if self.pair.valid is None or self.golden is not None:
             return None
         whole = inputs.whole if isinstance(inputs, PartInputs) else inputs
         return np.asarray(self.pair.valid(whole), bool)
+
+    @functools.cached_property
+    def _replay(self) -> Replay:
+        return Replay(self.whole)
 
     @functools.cached_property
     def _names_of_arrays(self) -> dict[str, list[str]]:

@@ -1,0 +1,542 @@
+"""The first day of a real port: half of it exists, returns other containers, is scanned, casts, has padding."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from torch.nn import functional
+
+from parity.compare import Comparison
+from parity.locate import follow
+from parity.pair import Pair
+from parity.rungs import Outcome, forward, gradients
+from parity.runs import Runs
+from parity.tolerances import FLOAT64_RELATIVE
+from parity.trace import call_of
+
+RNG = np.random.default_rng(0)
+X = {"x": RNG.normal(size=(3, 4, 5))}
+
+
+def climb(pair: Pair) -> tuple[Runs, Outcome, bool]:
+    """Forward and gradients: what they found, and whether everything passed."""
+    runs = Runs(pair)
+    found = forward.climb(runs)
+    passed = all(section.passed for section in (*found.sections, *gradients.climb(runs).sections))
+    return runs, found, passed
+
+
+def failures(outcome: Outcome) -> list[str]:
+    return [comparison.tensor for section in outcome.sections for comparison in section.failures]
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(5, 5)
+
+    def forward(self, x: Any, mask: Any = None, *, scale: float = 1.0, flag: bool = True) -> Any:
+        return torch.tanh(self.lin(x)) * scale if mask is None else torch.tanh(self.lin(x)).where(mask, 0.0)
+
+
+class Whole(torch.nn.Module):
+    """An encoder of two layers and a decoder of which no port exists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(5, 5)
+        self.encoder = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Layer(), Layer()])})
+        self.layer = Layer()
+        self.never = Layer()
+        self.decoder = torch.nn.GRU(5, 6)
+
+    def forward(self, x: Any) -> Any:
+        x = self.embed(x)
+        mask = x > 0
+        for layer in self.encoder["layers"]:
+            x = layer(x, mask=mask, scale=2.0)
+        x = self.layer(x, None, scale=0.5, flag=True)
+        return self.decoder(x)[0]
+
+
+class FlaxLayer(nnx.Module):
+    factor = 1.0
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.lin = nnx.Linear(5, 5, rngs=rngs)
+
+    def __call__(self, x: Any, mask: Any = None, scale: float = 1.0) -> Any:
+        if isinstance(scale, jax.Array):
+            raise TypeError("a setting is no array")
+        x = jnp.tanh(self.lin(x)) * self.factor
+        return x * scale if mask is None else jnp.where(mask, x, 0.0)
+
+
+class FlaxLayerOffByABillionth(FlaxLayer):
+    factor = 1.0 + 1e-9
+
+
+def part_pair(part: str, port: Any = FlaxLayer, **changes: Any) -> Pair:
+    return Pair(reference=Whole, port=lambda: port(nnx.Rngs(0)), inputs=X, part=part, **changes)
+
+
+@pytest.mark.parametrize("part", ["layer", "encoder.layers.1"])
+def test_only_a_part_is_ported_and_both_are_given_what_the_reference_gives_it(part: str) -> None:
+    runs, found, passed = climb(part_pair(part))
+    assert passed, failures(found)
+    (batch,) = runs.batches
+    assert list(batch) == ["x", "mask", "scale"], "what only repeats a default at the end is left out"
+    assert runs.reference("float64").outputs.keys() == {"lin"}
+    assert runs.reference("float64").results["output"].shape == (3, 4, 5)
+    # Hard inputs of the whole model lead to the part too.
+    other = {"x": np.zeros((1, 2, 5))}
+    assert runs.run_port(other, "float64").results["output"].shape == (1, 2, 5)
+    expected = runs.run_reference(other, "float64").results["output"]
+    np.testing.assert_allclose(runs.run_port(other, "float64").results["output"], expected, rtol=1e-12)
+
+
+def test_a_fault_in_the_part_is_found() -> None:
+    _, found, passed = climb(part_pair("layer", FlaxLayerOffByABillionth))
+    assert not passed
+    assert failures(found)[:1] == ["output"]
+
+
+def test_weights_of_the_whole_model_fill_the_part() -> None:
+    weights = {name: RNG.normal(size=p.shape).astype(np.float32) for name, p in Whole().named_parameters()}
+    runs = Runs(part_pair("layer", weights=weights))
+    np.testing.assert_array_equal(runs.port_weights["lin.bias"], weights["layer.lin.bias"])
+    whole = Whole().double()
+    whole.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
+    given: list[Any] = []
+    whole.layer.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    whole(torch.tensor(X["x"]))
+    np.testing.assert_allclose(runs.batches[0]["x"], given[0].detach().numpy(), rtol=1e-12)
+    assert climb(part_pair("layer", weights=weights))[2]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("encodre", r"expected part to be a submodule of the reference \(embed, encoder, .*got 'encodre'"),
+        ("never", "expected the reference to call its submodule 'never', got no call"),
+    ],
+)
+def test_a_part_that_is_not_there_or_not_called_is_an_error(part: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Runs(part_pair(part))
+
+
+class Boxes(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = BoxesInside()
+
+    def forward(self, x: Any) -> Any:
+        inside = self.inner(x)
+        return inside["b"], {"sum": inside["a"] + inside["b"]}
+
+
+class BoxesInside(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(5, 6)
+
+    def forward(self, x: Any) -> Any:
+        x = self.lin(x)
+        return {"b": torch.tanh(x), "a": torch.sin(x), "note": "no array", "nothing": None}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Both:
+    first: Any
+    second: Any
+
+
+class FlaxBoxes(nnx.Module):
+    swapped = False
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.inner = FlaxBoxesInside(rngs, self.swapped)
+
+    def __call__(self, x: Any) -> Any:
+        b, a = self.inner(x)
+        return Both(first=a if self.swapped else b, second=a + b)
+
+
+class FlaxBoxesInside(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, swapped: bool):
+        self.lin = nnx.Linear(5, 6, rngs=rngs)
+        self.swapped = swapped
+
+    def __call__(self, x: Any) -> Any:
+        x = self.lin(x)
+        both = (jnp.tanh(x), jnp.sin(x))
+        return both[::-1] if self.swapped else both
+
+
+class FlaxBoxesSwapped(FlaxBoxes):
+    swapped = True
+
+
+def test_a_dictionary_and_a_tuple_are_matched_by_position_and_the_report_says_so() -> None:
+    runs, found, passed = climb(Pair(reference=Boxes, port=lambda: FlaxBoxes(nnx.Rngs(0)), inputs=X))
+    assert passed, failures(found)
+    assert "keys differ, matched by position: inner, output" in found.notes
+    assert runs.port("float64").outputs.keys() == {"inner.lin", "inner[b]", "inner[a]"}
+    _, found, passed = climb(Pair(reference=Boxes, port=lambda: FlaxBoxesSwapped(nnx.Rngs(0)), inputs=X))
+    assert not passed
+    assert {"inner[b]", "inner[a]"} <= set(failures(found))
+
+
+class Stack(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer(), Layer(), Layer()])
+        self.head = torch.nn.Linear(5, 2)
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class FlaxStack(nnx.Module):
+    axes: Any = 0
+    layer: type[FlaxLayer] = FlaxLayer
+
+    def __init__(self, rngs: nnx.Rngs):
+        make = nnx.split_rngs(splits=3)(nnx.vmap(self.layer, in_axes=0, out_axes=0))
+        self.layers = make(rngs)
+        self.head = nnx.Linear(5, 2, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        scan = nnx.scan(lambda layer, x: layer(x), in_axes=(self.axes, nnx.Carry), out_axes=nnx.Carry)
+        return self.head(scan(self.layers, x))
+
+
+class FlaxStackOff(FlaxStack):
+    layer = FlaxLayerOffByABillionth
+
+
+class FlaxStackThatKeepsItsValues(FlaxStack):
+    axes = nnx.StateAxes({nnx.Param: 0, ...: None})
+
+
+def test_layers_under_scan_are_compared_one_by_one() -> None:
+    runs, found, passed = climb(Pair(reference=Stack, port=lambda: FlaxStack(nnx.Rngs(0)), inputs=X))
+    assert passed, failures(found)
+    assert not runs.uncompared
+    compared = {comparison.tensor for section in found.sections for comparison in section.comparisons}
+    assert {f"layers.{i}.lin" for i in range(3)} | {f"layers.{i}" for i in range(3)} | {"head"} <= compared
+
+
+def test_a_fault_under_scan_is_located_in_the_first_layer() -> None:
+    runs = Runs(Pair(reference=Stack, port=lambda: FlaxStackOff(nnx.Rngs(0)), inputs=X))
+    port, reference = runs.port("float64"), runs.reference("float64")
+    found = follow(port, reference, names=runs.comparable(reference, port))
+    assert found is not None
+    assert found.call == "layers.0"
+
+
+def test_what_scan_keeps_is_named_and_the_rest_is_compared() -> None:
+    pair = Pair(reference=Stack, port=lambda: FlaxStackThatKeepsItsValues(nnx.Rngs(0)), inputs=X)
+    _, found, passed = climb(pair)
+    assert passed, failures(found)
+    (note,) = [note for note in found.notes if "keeps its values" in note]
+    assert all(f"layers.{i}.lin, " in note for i in range(3)), note
+    compared = {comparison.tensor for section in found.sections for comparison in section.comparisons}
+    assert {"head", "output"} <= compared
+    assert not any(name.startswith("layers") for name in compared)
+
+
+def test_what_is_not_captured_does_not_hide_a_fault() -> None:
+    class Off(FlaxStackThatKeepsItsValues):
+        layer = FlaxLayerOffByABillionth
+
+    _, found, passed = climb(Pair(reference=Stack, port=lambda: Off(nnx.Rngs(0)), inputs=X))
+    assert not passed
+    assert {"head", "output"} <= set(failures(found))
+
+
+class Methods(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(5, 5)
+        self.table = Table()
+
+    def encode(self, x: Any) -> Any:
+        return torch.tanh(self.first(x))
+
+    def only_here(self, x: Any) -> Any:
+        return 2 * x
+
+    def forward(self, x: Any) -> Any:
+        return self.table.scores(self.only_here(self.encode(x)))
+
+
+class Table(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(7, 5)
+
+    def scores(self, x: Any) -> Any:
+        return x @ self.embedding.weight.T
+
+
+class FlaxMethods(nnx.Module):
+    error = 0.0
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(5, 5, rngs=rngs)
+        self.table = FlaxTable(rngs, self.error)
+
+    def encode(self, x: Any) -> Any:
+        return jnp.tanh(self.first(x))
+
+    def __call__(self, x: Any) -> Any:
+        return self.table.scores(2 * self.encode(x))
+
+
+class FlaxTable(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, error: float):
+        self.embedding = nnx.Embed(7, 5, rngs=rngs)
+        self.error = error
+
+    def scores(self, x: Any) -> Any:
+        return self.embedding.attend(x) * (1 + self.error)
+
+
+class FlaxMethodsOff(FlaxMethods):
+    error = 1e-9
+
+
+def test_methods_of_both_sides_are_compared_and_one_sided_ones_noted() -> None:
+    runs, found, passed = climb(Pair(reference=Methods, port=lambda: FlaxMethods(nnx.Rngs(0)), inputs=X))
+    assert passed, failures(found)
+    compared = {comparison.tensor for section in found.sections for comparison in section.comparisons}
+    assert {":encode", "table:scores"} <= compared
+    assert runs.uncompared == {":only_here", "table.embedding:attend"}
+    off = Runs(Pair(reference=Methods, port=lambda: FlaxMethodsOff(nnx.Rngs(0)), inputs=X))
+    port, reference = off.port("float64"), off.reference("float64")
+    located = follow(port, reference, names=off.comparable(reference, port))
+    assert located is not None
+    assert located.call == "table:scores"
+
+
+def test_a_root_that_differs_is_found_where_all_its_modules_are_equal() -> None:
+    class Scaled(FlaxStack):
+        def __call__(self, x: Any) -> Any:
+            return super().__call__(x) * (1 + 1e-9)
+
+    runs, found, passed = climb(Pair(reference=Stack, port=lambda: Scaled(nnx.Rngs(0)), inputs=X))
+    assert not passed
+    assert set(failures(found)) >= {"output"}
+    port, reference = runs.port("float64"), runs.reference("float64")
+    located = follow(port, reference, names=runs.comparable(reference, port))
+    assert located is not None
+    assert located.call == "", "the model itself"
+
+
+class Attention(torch.nn.Module):
+    """Casts where it is told to."""
+
+    def __init__(self, cast: bool = False) -> None:
+        super().__init__()
+        self.cast = cast
+        self.before = torch.nn.Linear(5, 5)
+        self.attend = Softmax(cast)
+        self.after = torch.nn.Linear(5, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.after(self.attend(self.before(x)))
+
+
+class Softmax(torch.nn.Module):
+    def __init__(self, cast: bool) -> None:
+        super().__init__()
+        self.cast = cast
+
+    def forward(self, x: Any) -> Any:
+        scores = x @ x.mT
+        return functional.softmax(scores, -1, dtype=torch.float32 if self.cast else None).to(x.dtype) @ x
+
+
+class FlaxAttention(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, *, cast: bool, error: float = 0.0):
+        self.before = nnx.Linear(5, 5, rngs=rngs)
+        self.attend = FlaxSoftmax(cast, error)
+        self.after = nnx.Linear(5, 2, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.after(self.attend(self.before(x)))
+
+
+class FlaxSoftmax(nnx.Module):
+    def __init__(self, cast: bool, error: float):
+        self.cast = cast
+        self.error = error
+
+    def __call__(self, x: Any) -> Any:
+        scores = (x @ x.mT) * (1 + self.error)
+        wanted = jnp.float32 if self.cast else x.dtype
+        return jax.nn.softmax(scores.astype(wanted)).astype(x.dtype) @ x
+
+
+def casting(*, reference: bool, port: bool, error: float = 0.0) -> Pair:
+    return Pair(
+        reference=lambda: Attention(reference),
+        port=lambda: FlaxAttention(nnx.Rngs(0), cast=port, error=error),
+        inputs=X,
+    )
+
+
+@pytest.mark.parametrize(("reference", "port", "side"), [(False, True, "port"), (True, False, "reference")])
+def test_float64_ends_at_a_module_that_casts_and_float32_judges_from_there(
+    reference: bool, port: bool, side: str
+) -> None:
+    runs, found, passed = climb(casting(reference=reference, port=port))
+    assert passed, failures(found)
+    (note,) = [note for note in found.notes if "float64 ends" in note]
+    assert note.startswith(f"float64 ends at attend of the {side} (test_first_day.py:")
+    bounds = _bounds(found)
+    assert bounds["before"] == FLOAT64_RELATIVE
+    assert all(bounds[name] > 1e-7 for name in ("attend", "after", "output"))
+    assert min(runs.float64_gradient_bounds(0).values()) > 1e-7
+    assert _errors(found)["attend"] > FLOAT64_RELATIVE, "without the rule it would have failed"
+
+
+def _bounds(outcome: Outcome) -> dict[str, float]:
+    return {c.tensor: c.bound for c in _exact(outcome)}
+
+
+def _errors(outcome: Outcome) -> dict[str, float]:
+    return {c.tensor: c.error for c in _exact(outcome)}
+
+
+def _exact(outcome: Outcome) -> tuple[Comparison, ...]:
+    return outcome.sections[0].comparisons
+
+
+def test_a_fault_beyond_float32_is_found_where_float64_has_ended() -> None:
+    runs, found, passed = climb(casting(reference=False, port=True, error=1e-4))
+    assert not passed
+    assert failures(found)[:1] == ["attend"]
+    assert runs.float64_ends(0) is not None
+
+
+def test_a_fault_before_the_cast_is_judged_by_float64() -> None:
+    pair = casting(reference=False, port=True)
+
+    def build() -> nnx.Module:
+        module = FlaxAttention(nnx.Rngs(0), cast=True)
+        module.before = OffLinear(5, 5, rngs=nnx.Rngs(0))
+        return module
+
+    _, found, passed = climb(dataclasses.replace(pair, port=build))
+    assert not passed
+    assert failures(found)[0] == "before"
+
+
+class OffLinear(nnx.Linear):
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> Any:
+        return super().__call__(inputs) * (1 + 1e-9)
+
+
+def test_float64_does_not_end_where_nobody_casts() -> None:
+    runs, found, passed = climb(casting(reference=False, port=False))
+    assert passed
+    assert runs.float64_ends(0) is None
+    assert runs.float64_bounds(0) == {}
+    assert runs.float64_gradient_bounds(0) == {}
+    assert not any("float64 ends" in note for note in found.notes)
+
+
+VALID = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]], bool)
+
+
+class Padded(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(5, 6)
+
+    def forward(self, x: Any, keep: Any) -> Any:
+        return self.lin(x).where(keep[..., None], 0.0)
+
+
+class FlaxPadded(nnx.Module):
+    error = 0.0
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.lin = nnx.Linear(5, 6, rngs=rngs)
+
+    def __call__(self, x: Any, keep: Any) -> Any:
+        x = jnp.where(keep[..., None], self.lin(x), jnp.nan)
+        return x.at[2, 3].multiply(1 + self.error)
+
+
+class FlaxPaddedOff(FlaxPadded):
+    error = 1e-9
+
+
+def padded(port: Any, valid: Callable[[Any], Any] | None) -> Pair:
+    return Pair(reference=Padded, port=lambda: port(nnx.Rngs(0)), inputs=X | {"keep": VALID}, valid=valid)
+
+
+def test_positions_that_do_not_count_may_hold_anything() -> None:
+    runs, found, passed = climb(padded(FlaxPadded, lambda inputs: inputs["keep"]))
+    assert passed, failures(found)
+    assert runs.port("float64").results["output"].shape == (9, 6)
+    assert np.isfinite(runs.port("float64").results["output"]).all()
+
+
+@pytest.mark.parametrize("port", [FlaxPadded, FlaxPaddedOff])
+def test_positions_that_count_are_compared(port: Any) -> None:
+    valid = None if port is FlaxPadded else lambda inputs: inputs["keep"]
+    _, found, passed = climb(padded(port, valid))
+    assert not passed
+    assert "output" in failures(found)
+
+
+def test_handed_inputs_keep_errors_from_adding_up() -> None:
+    runs = Runs(
+        Pair(
+            reference=Stack,
+            port=lambda: FlaxList(nnx.Rngs(0)),
+            inputs=X,
+            modules=(("layers.{i}", "blocks.{i}"),),
+        )
+    )
+    reference, port, handed = runs.reference("float64"), runs.port("float64"), runs.handed()
+    assert handed is runs.handed(0)
+
+    def equal(trace: Any, name: str) -> bool:
+        return bool(np.allclose(trace.outputs[name], reference.outputs[name], rtol=1e-12, atol=1e-13))
+
+    assert [name for name in reference.outputs if not equal(port, name)] == [
+        "layers.1",
+        "layers.2.lin",
+        "layers.2",
+        "head",
+    ]
+    assert [name for name in reference.outputs if not equal(handed, name)] == ["layers.1"]
+    np.testing.assert_array_equal(handed.given["layers.2"], handed.outputs["layers.1"])
+    assert {call_of(name) for name in handed.given} == {call_of(name) for name in reference.given}
+
+
+class FlaxList(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        blocks = [FlaxLayer(rngs), FlaxLayerOffByABillionth(rngs), FlaxLayer(rngs)]
+        self.blocks = nnx.List(blocks)
+        self.head = nnx.Linear(5, 2, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = nnx.remat(lambda block, x: block(x))(block, x)
+        return self.head(x)
