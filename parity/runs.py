@@ -116,12 +116,12 @@ class Runs:
     @functools.cached_property
     def layouts(self) -> Layouts:
         """Which arrays of the reference have their axes in another order than the port's."""
-        return Layouts(self.reference_facts, self.port_facts, modules=self.derived.modules, given=self.pair.layouts)
+        return Layouts(self.reference_facts, self.derived.port, modules=self.derived.modules, given=self.pair.layouts)
 
     @functools.cached_property
     def framework_calls(self) -> FrameworkCalls:
         """In what order the frameworks' own modules are given and return what they do."""
-        return FrameworkCalls(self.reference_facts, self.port_facts, self.derived.pairs)
+        return FrameworkCalls(self.reference_facts, self.derived.port, self.derived.pairs)
 
     @functools.cached_property
     def names(self) -> Names:
@@ -179,14 +179,16 @@ class Runs:
         weights: Mapping[str, np.ndarray] | None = None,
         training: bool = False,
         masks: Masks | None = None,
+        seed: int = 0,
     ) -> Trace:
         """A run that is not kept; arrays with their axes in the port's order, at valid positions alone.
 
-        `masks`: keep masks by site, by the reference's names; they imply training mode.
+        `masks`: keep masks by site, by the reference's names; they imply training mode. `seed`: of what the model draws
+        by itself.
         """
         weights = self.weights if weights is None else weights
-        inputs, valid = self._of_part(inputs), self._valid(inputs)
-        options = {"training": training, "masks": masks, "valid": valid} if self.golden is None else {}
+        inputs, valid = self._of_part(inputs), self.valid(inputs)
+        options = {"training": training, "masks": masks, "valid": valid, "seed": seed} if self.golden is None else {}
         trace = self.reference_runner.trace(inputs, weights=weights, precision=precision, **options)
         trace = trace if self.pair.port is None else self.layouts.apply(trace)
         return trace if valid is None else selected(trace, valid)
@@ -201,10 +203,11 @@ class Runs:
         training: bool = False,
         masks: Masks | None = None,
         handed: Mapping[str, list[np.ndarray]] | None = None,
+        seed: int = 0,
     ) -> Trace:
         """A run that is not kept; `weights` by the port's names, `masks` by the sites' names in the reference."""
         weights = self.port_weights if weights is None else weights
-        inputs, valid = self._of_part(inputs), self._valid(inputs)
+        inputs, valid = self._of_part(inputs), self.valid(inputs)
         trace = self.port_runner(precision).trace(
             inputs,
             weights=weights,
@@ -214,6 +217,7 @@ class Runs:
             handed=None if handed is None else self._in_port_names(handed),
             valid=valid,
             results=self._names_of_arrays.get(OUTPUT, ()),
+            seed=seed,
         )
         trace = self.framework_calls.apply(self.names.apply(trace), self._names_of_arrays)
         trace, calls = by_position(trace, self._names_of_arrays)
@@ -230,7 +234,7 @@ class Runs:
         if key not in self._traces:
             inputs = self.batches[batch]
             reference = self.reference("float64", batch)
-            if self._valid(inputs) is not None and self.golden is None:  # whole arrays, not their valid positions
+            if self.valid(inputs) is not None and self.golden is None:  # whole arrays, not their valid positions
                 reference = self.layouts.apply(
                     self.reference_runner.trace(inputs, weights=self.weights, precision="float64")
                 )
@@ -410,7 +414,8 @@ class Runs:
             return inputs
         return self._replay(inputs)
 
-    def _valid(self, inputs: Inputs) -> np.ndarray | None:
+    def valid(self, inputs: Inputs) -> np.ndarray | None:
+        """Which leading positions of an output count, by `Pair.valid`; None for all."""
         if self.pair.valid is None or self.golden is not None:
             return None
         whole = inputs.whole if isinstance(inputs, PartInputs) else inputs

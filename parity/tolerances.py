@@ -49,8 +49,8 @@ SCORES_RELATIVE = 1e-10
 each 1e-14 to 1e-13 away."""
 
 EQUAL_GRADIENTS = 64.0
-"""Two biases that are only ever added have one gradient. Where a framework works it out twice, by sums in another order,
-the two may differ by so many units of rounding of the largest entry."""
+"""Two biases that are only ever added have one gradient. Where a framework works it out twice, by sums in another
+order, the two may differ by so many units of rounding of the largest entry."""
 
 FLOAT64_RULE = f"relative error of two float64 programs: at most {FLOAT64_RELATIVE:.0e}"
 PROBE_RULE = f"relative error of two float64 programs on extreme inputs: at most {PROBE_RELATIVE:.0e}"
@@ -153,6 +153,16 @@ TRAJECTORY_ZERO_RULE = (
     "true gradient zero, so it moves by rounding noise alone: at most the learning rates summed so far"
 )
 MOVES_RULE = "a step whose learning rate and gradient are not zero changes the parameters"
+
+
+PRODUCT_RELATIVE = 2e-6
+"""Norm-wise relative error of a product of 64 x 64 matrices of random float32 numbers. Full float32: 1e-7 to 3e-7; three
+passes of bfloat16: 5e-6; TF32, with 11 bits: 3e-4; bfloat16, with 8 bits: 2e-3."""
+PRODUCT_RULE = f"relative error of a float32 matrix product: at most {PRODUCT_RELATIVE:.0e}, as full float32 has it"
+REPEATED_RULE = (
+    f"two runs of one side on the same input, with other random numbers: relative difference at most "
+    f"{FLOAT64_RELATIVE:.0e}"
+)
 
 
 def updated(weight: float, update: float) -> float:

@@ -29,10 +29,10 @@ def climb(runs: Runs) -> Outcome:
     else:
         sections.append(section("tensors", "static", EXACT_RULE, _tensors(runs)))
         sections.append(section("what is trained", "static", EXACT_RULE, [*_trained(runs), _count(runs)]))
-    settings = list(_settings(derived, reference, port))
+    settings = list(_settings(derived, reference))
     if settings:
         sections.append(section("settings", "static", EXACT_RULE, settings))
-    return Outcome(sections=tuple(sections), known=runs.known, notes=tuple(_notes(derived, reference, port)))
+    return Outcome(sections=tuple(sections), known=runs.known, notes=tuple(_notes(derived, reference)))
 
 
 def _problems(runs: Runs) -> Iterator[Comparison]:
@@ -87,20 +87,10 @@ def _count(runs: Runs) -> Comparison:
     return Comparison(tensor="number of trained parameters", error=abs(expected - found), bound=0.0, detail=detail)
 
 
-def _settings(derived: Derived, reference: Facts, port: Facts) -> Iterator[Comparison]:
+def _settings(derived: Derived, reference: Facts) -> Iterator[Comparison]:
     """Of every pair of modules, what both sides say of themselves."""
-    for path, other in _pairs(derived, port):
-        if other in reference:
-            yield from compare_settings(other or "the model itself", reference[other], port[path])
-
-
-def _pairs(derived: Derived, port: Facts) -> Iterator[tuple[str, str]]:
-    """(port's path, reference's); each of several layers that the port has stacked."""
-    yield from derived.pairs.items()
-    for outer, layers in derived.stacked.items():
-        for path in port:
-            if path == outer or path.startswith(outer + "."):
-                yield from ((path, layer + path[len(outer) :]) for layer in layers)
+    for path, other in derived.pairs.items():
+        yield from compare_settings(other or "the model itself", reference[other], derived.port[path])
 
 
 def compare_settings(name: str, reference: ModuleFacts, port: ModuleFacts) -> Iterator[Comparison]:
@@ -147,14 +137,13 @@ _ONE_SIDED: Mapping[str, str] = {
 }
 
 
-def _notes(derived: Derived, reference: Facts, port: Facts) -> Iterator[str]:
-    for path, other in _pairs(derived, port):
-        if other not in reference:
-            continue
+def _notes(derived: Derived, reference: Facts) -> Iterator[str]:
+    for path, other in derived.pairs.items():
+        port = derived.port[path]
         for setting, meaning in _ONE_SIDED.items():
             value = reference[other].settings.get(setting)
-            if value is not None and setting not in port[path].settings:
-                yield f"{other} has {setting}={value}, which the port's {port[path].type} does not know: {meaning}"
+            if value is not None and setting not in port.settings:
+                yield f"{other} has {setting}={value}, which the port's {port.type} does not know: {meaning}"
     frozen = [n for n, t in tensor_names(reference).items() if n in derived.stays and not t.same_as]
     if frozen:
         yield f"the reference alone keeps {', '.join(frozen)}: not trained"

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from parity.facts import Facts, join, parent
+from parity.facts import Facts, ModuleFacts, join, parent
 from parity.weights.mapping import Rule
 from parity.weights.patterns import Bindings, Pattern, expand_choices
 
@@ -42,8 +42,10 @@ def correspondences(modules: Sequence[tuple[str, str]], rules: Iterable[Rule]) -
 class Alignment:
     """The outcome."""
 
+    port: Facts
+    """The port's facts with stacked layers apart: `layers.0.fc`, `layers.1.fc`, ... for `layers.fc`."""
     pairs: Mapping[str, str]
-    """Port's path -> reference's."""
+    """Port's path, of a layer apart where layers are stacked -> reference's."""
     stacked: Mapping[str, tuple[str, ...]]
     """Port's path -> the reference's, for the outermost module of layers that the port stacks."""
     fused: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
@@ -53,20 +55,39 @@ class Alignment:
 
 
 def align(
-    reference: Facts, port: Facts, given: Sequence[Correspondence], *, leaf_rules: Iterable[Rule] = ()
+    reference: Facts, port: Facts, given: Sequence[Correspondence], *, leaf_rules: Sequence[Rule] = ()
 ) -> Alignment:
     """Pairs every module of the port with at most one of the reference."""
     aligner = _Aligner(reference, port, given, leaf_rules)
     stacked = {path: layers for path in port if (layers := aligner.layers(path))}
-    inner = {path for path in port if any(path.startswith(outer + ".") for outer in stacked)}
+    if stacked:
+        port = _apart(port, {path: len(layers) for path, layers in stacked.items()})
+        aligner = _Aligner(reference, port, given, leaf_rules)
     pairs: dict[str, str] = {}
+    taken: set[str] = set()
     for path in port:
-        if path in stacked or path in inner or aligner.is_list_of_sequential(path):
-            continue
-        found = aligner.of(path)
-        if found is not None and found not in pairs.values():
+        found = None if aligner.is_list_of_sequential(path) else aligner.of(path)
+        if found is not None and found not in taken:
             pairs[path] = found
-    return Alignment(pairs=pairs, stacked=stacked, fused=tuple(aligner.fused()), problems=tuple(aligner.problems()))
+            taken.add(found)
+    return Alignment(
+        port=port, pairs=pairs, stacked=stacked, fused=tuple(aligner.fused()), problems=tuple(aligner.problems())
+    )
+
+
+def _apart(port: Facts, counts: Mapping[str, int]) -> Facts:
+    """Each of the stacked layers as a module of its own, whose tensors lack the first axis."""
+    apart: dict[str, ModuleFacts] = {}
+    for path, module in port.items():
+        outer = next((o for o in counts if path == o or path.startswith(o + ".")), None)
+        if outer is None:
+            apart[path] = module
+            continue
+        tensors = {n: dataclasses.replace(t, shape=t.shape[1:]) for n, t in module.tensors.items()}
+        one = dataclasses.replace(module, tensors=tensors)
+        apart.setdefault(outer, ModuleFacts(type="stacked layers"))
+        apart |= {f"{outer}.{i}{path[len(outer) :]}": one for i in range(counts[outer])}
+    return apart
 
 
 class _Aligner:

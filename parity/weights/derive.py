@@ -1,6 +1,6 @@
 """The mapping between two models whose modules bear the same names, derived from the modules' types."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from parity.facts import Facts, tensor_names
 from parity.pair import KnownDifference
@@ -63,11 +63,12 @@ def _complete(
     opaque = {path for path, module in reference.items() if module.layer in OPAQUE}
     return Derived(
         table=mapping,
+        port=alignment.port,
         modules={path: other for path, other in alignment.pairs.items() if path != other},
         pairs=alignment.pairs,
         stacked=alignment.stacked,
         problems=tuple(dict.fromkeys(problems)),
-        known=(*_known_of_biases(folds), *_known_of_batch_norms(reference, port, alignment.pairs)),
+        known=(*_known_of_biases(folds), *_known_of_batch_norms(reference, alignment)),
         stays=stays,
         own=own,
         folds=folds,
@@ -109,11 +110,11 @@ def _known_of_biases(folds: Sequence[Fold]) -> Iterator[KnownDifference]:
         )
 
 
-def _known_of_batch_norms(reference: Facts, port: Facts, pairs: Mapping[str, str]) -> Iterator[KnownDifference]:
+def _known_of_batch_norms(reference: Facts, alignment: Alignment) -> Iterator[KnownDifference]:
     variances = tuple(
         f"{other}.running_var"
-        for path, other in pairs.items()
-        if port[path].layer == "BatchNorm" and "running_var" in reference[other].tensors
+        for path, other in alignment.pairs.items()
+        if alignment.port[path].layer == "BatchNorm" and "running_var" in reference[other].tensors
     )
     if variances:
         yield KnownDifference(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from parity.facts import Facts
 from parity.pair import KnownDifference
 from parity.weights.biases import SumBiases
 from parity.weights.mapping import WeightMapping
@@ -29,7 +30,9 @@ class Derived:
     modules: Mapping[str, str]
     """Port's module path -> reference's, where they differ."""
     pairs: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Port's module path -> reference's, of every module that has a counterpart."""
+    """Port's module path -> reference's, of every module that has a counterpart; of `port`, not of the port itself."""
+    port: Facts = dataclasses.field(default_factory=dict)
+    """The port's facts with stacked layers apart: `layers.0.fc`, `layers.1.fc`, ... for `layers.fc`."""
     stacked: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Port's module path -> the reference's, of layers that the port stacks along a first axis (nnx.scan, nnx.vmap)."""
     problems: tuple[str, ...] = ()

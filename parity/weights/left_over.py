@@ -20,7 +20,7 @@ def left_over(reference: Facts, port: Facts, alignment: Alignment, found: Pieces
     partners = {other: path for path, other in alignment.pairs.items()}
     for name, spec in ours.items():
         home = _home(reference, name)
-        reason = _reason(home, name, _other(port, partners.get(home.path)), side="port")
+        reason = _reason(home, name, _other(alignment.port, partners.get(home.path)), side="port")
         yield f"unused {name!r} {spec}: {reason}{near_theirs.near(name, spec)}"
     for name, spec in theirs.items():
         home = _home(port, name)

@@ -1,14 +1,14 @@
 """Every piece of a derived mapping: each tensor once, under its first name."""
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from parity.facts import Facts, ModuleFacts, tensor_names
+from parity.facts import Facts, tensor_names
 from parity.weights.alignment import Alignment
 from parity.weights.conversions import Piece, UnsuitedError, View, convert, fused
 from parity.weights.mapping import Rule
 from parity.weights.patterns import Index
 from parity.weights.problems import quote
+from parity.weights.rules import Op
 from parity.weights.stacks import Stack
 
 
@@ -16,7 +16,7 @@ class Pieces:
     """What types say of every pair of modules, where no rule says otherwise."""
 
     def __init__(self, reference: Facts, port: Facts, rules: Sequence[Rule]) -> None:
-        self.reference, self.port = reference, port
+        self.reference = reference
         self.source_tensors, self.target_tensors = tensor_names(reference), tensor_names(port)
         sources = Index((n, pattern) for n, rule in enumerate(rules) for pattern in rule.sources)
         targets = Index((n, pattern) for n, rule in enumerate(rules) for pattern in rule.targets)
@@ -29,32 +29,27 @@ class Pieces:
         self.sources: dict[str, Piece] = {}
 
     def collect(self, alignment: Alignment) -> None:
-        """Of fused projections, of stacked layers, and of every pair of modules."""
+        """Of fused projections and of every pair of modules; those of stacked layers together."""
+        every: list[Piece] = []
         for references, ports in alignment.fused:
             theirs = tuple(View(self.reference, path) for path in references)
-            self._add(theirs, lambda t=theirs, p=ports: fused(t, tuple(View(self.port, path) for path in p)))  # type: ignore[misc]
-        for outer, layers in alignment.stacked.items():
-            self._collect_stacked(outer, layers)
+            ours = tuple(View(alignment.port, path) for path in ports)
+            every += self._tried(theirs, fused(theirs, ours))
         for path, other in alignment.pairs.items():
-            reference, port = View(self.reference, other), View(self.port, path)
-            self._add((reference,), lambda r=reference, p=port: convert(r, p))  # type: ignore[misc]
+            reference = View(self.reference, other)
+            every += self._tried((reference,), convert(reference, View(alignment.port, path)))
+        for piece in _stacked(every, alignment.stacked):
+            self._keep(piece)
 
-    def _collect_stacked(self, outer: str, layers: tuple[str, ...]) -> None:
-        """As for one layer, whose tensors lack the port's first axis; then for all, one after the other."""
-        one = {p: _without_first_axis(m) for p, m in self.port.items() if p == outer or p.startswith(outer + ".")}
-        for path in one:
-            inner = path[len(outer) :]
-            if layers[0] + inner in self.reference:
-                reference, port = View(self.reference, layers[0] + inner), View(one, path)
-                self._add((reference,), lambda r=reference, p=port: _stacked(r, p, layers))  # type: ignore[misc]
-
-    def _add(self, references: Iterable[View], pieces: Callable[[], Iterator[Piece]]) -> None:
+    def _tried(self, references: Iterable[View], pieces: Iterator[Piece]) -> list[Piece]:
+        found = []
         try:
-            for piece in pieces():
-                self._keep(piece)
+            for piece in pieces:
+                found.append(piece)
         except UnsuitedError as reason:
             if any(not self.sources_taken >= {view.name(n) for n in view.tensors} for view in references):
                 self.problems.append(f"{' and '.join(map(str, references))}: {reason}; write rules for their tensors")
+        return found
 
     def _keep(self, piece: Piece) -> None:
         known = self.source_tensors.keys() >= {*piece.sources} and self.target_tensors.keys() >= {*piece.targets}
@@ -80,12 +75,19 @@ class Pieces:
             self.sources |= dict.fromkeys(sources, piece)
 
 
-def _stacked(reference: View, port: View, layers: tuple[str, ...]) -> Iterator[Piece]:
-    for piece in convert(reference, port):
-        sources = tuple(layer + name[len(layers[0]) :] for layer in layers for name in piece.sources)
-        yield Piece(sources=sources, targets=piece.targets, ops=(Stack(len(layers), piece.ops),))
-
-
-def _without_first_axis(module: ModuleFacts) -> ModuleFacts:
-    tensors = {n: dataclasses.replace(t, shape=t.shape[1:]) for n, t in module.tensors.items()}
-    return dataclasses.replace(module, tensors=tensors)
+def _stacked(pieces: Iterable[Piece], stacked: Mapping[str, Sequence[str]]) -> Iterator[Piece]:
+    """Pieces that are alike in every one of the layers that the port stacks, as one; what is not is left over."""
+    groups: dict[tuple[str, tuple[str, ...], tuple[Op, ...]], dict[int, Piece]] = {}
+    for piece in pieces:
+        outer = next((o for o in stacked if piece.targets[0].startswith(o + ".")), None)
+        if outer is None:
+            yield piece
+            continue
+        parts = [name[len(outer) + 1 :].partition(".") for name in piece.targets]
+        targets = tuple(f"{outer}.{rest}" for _, _, rest in parts)
+        groups.setdefault((outer, targets, piece.ops), {})[int(parts[0][0])] = piece
+    for (outer, targets, ops), layers in groups.items():
+        count = len(stacked[outer])
+        if len(layers) == count:
+            sources = tuple(name for i in range(count) for name in layers[i].sources)
+            yield Piece(sources=sources, targets=targets, ops=(Stack(count, ops),))

@@ -350,6 +350,27 @@ def test_layers_stacked_by_vmap() -> None:
     assert all(np.array_equal(back[name], weights[name]) for name in weights)
 
 
+def test_stacked_layers_under_other_names_with_fused_projections() -> None:
+    stacked = nnx.vmap(lambda rngs: Port(attention=PortAttention(rngs)), in_axes=0, out_axes=0)(nnx.Rngs(0).split(2))
+    reference = Reference(h=torch.nn.ModuleList(Reference(attn=Attention()) for _ in range(2)))
+    found = derived(reference, Port(layers=stacked), modules=(FUSED, OUT))
+    assert found.problems == ()
+    assert found.modules["layers.1.attention.o"] == "h.1.attn.c_proj"
+    weights = weights_of(reference)
+    ported = found.mapping.apply(weights)
+    assert np.array_equal(ported["layers.attention.v.kernel"][1], weights["h.1.attn.c_attn.weight"][12:].T)
+    back = found.mapping.inverse().apply(ported)
+    assert all(np.array_equal(back[name], weights[name]) for name in weights)
+
+
+def test_stacked_layers_that_differ_are_left_over() -> None:
+    stacked = nnx.vmap(lambda rngs: Port(fc=nnx.Linear(4, 5, rngs=rngs)), in_axes=0, out_axes=0)(nnx.Rngs(0).split(2))
+    layers = (Reference(fc=torch.nn.Linear(4, 5)), Reference(fc=torch.nn.Linear(4, 5, bias=False)))
+    problems = derived(Reference(layers=torch.nn.ModuleList(layers)), Port(layers=stacked)).problems
+    assert any(problem.startswith("missing 'layers.fc.bias' (2, 5)") for problem in problems)
+    assert any(problem.startswith("unused 'layers.0.fc.bias' (5,)") for problem in problems)
+
+
 def tied(reference_too: bool = True) -> tuple[torch.nn.Module, nnx.Module]:
     reference = Reference(wte=torch.nn.Embedding(7, 4), head=torch.nn.Linear(4, 7, bias=False))
     if reference_too:
