@@ -145,6 +145,11 @@ class FlaxRunner:
             values = jax.tree.map(_to_numpy, values)
         return self._trace_of(values, narrow, why)
 
+    def product(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """Of two matrices in its precision, on its device, under the settings that its runs have."""
+        with self.numerics():
+            return np.asarray(jax.jit(jnp.matmul)(jnp.asarray(left), jnp.asarray(right)))
+
     def draw_masks(
         self, inputs: Inputs, seed: int, *, weights: Mapping[str, np.ndarray] | None = None
     ) -> dict[str, np.ndarray]:
@@ -210,7 +215,9 @@ class FlaxRunner:
         arrays, structure = jax.tree.flatten(given)
         key = (options, structure, tuple((a.shape, a.dtype) for a in arrays))
         if key not in self._compiled:
-            program: Any = jit(lambda given: self._program(options, given), precision=self.precision)
+            # With masks handed in it is nobody's program but ours: compiled quickly in float32 too.
+            precision = "float64" if options.masks else self.precision
+            program: Any = jit(lambda given: self._program(options, given), precision=precision)
             traced = program.trace(given)
             narrow = None
             if self.precision == "float64" and options.tap:

@@ -123,15 +123,28 @@ class TorchRunner:
         weights: Mapping[str, np.ndarray],
         precision: Precision = "float64",
         fast_path: bool = False,
+        seed: int = 0,
     ) -> dict[str, np.ndarray]:
         """What the model returns, not watched and without gradients, with or without torch's encoder fast path."""
         module = self.module(precision)
         load_reference(module, weights, precision=precision)
         arrays = tensors_of(inputs, precision, device=device_of(module))
-        with _settings(module, seed=0, training=False, fast_path=fast_path), torch.no_grad(), warnings.catch_warnings():
+        settings = _settings(module, seed=seed, training=False, fast_path=fast_path)
+        with settings, torch.no_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")  # the fast path's own
             output = self.side.call(module, arrays)
         return {OUTPUT + suffix: to_numpy(tensor) for suffix, tensor in leaves(output, is_floating)}
+
+    def has_fast_path(self) -> bool:
+        """Whether torch's encoder is among its modules, whose fast path changes what padded positions hold (P18)."""
+        kinds = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
+        return any(isinstance(module, kinds) for module in self.module("float32").modules())
+
+    def product(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """Of two float32 matrices, on its device, under the settings that its runs have."""
+        module = self.module("float32")
+        with _settings(module, seed=0, training=False), torch.no_grad():
+            return to_numpy(_tensor(left).to(device_of(module)) @ _tensor(right).to(device_of(module)))
 
     def given_to(self, part: str, inputs: Inputs, *, weights: Mapping[str, np.ndarray] | None = None) -> dict[str, Any]:
         """Runs in float64; returns what the submodule `part` was given in its first call, by the names of its

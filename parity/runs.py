@@ -2,25 +2,18 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from parity import float64_end
-from parity.capture_flax import FlaxRunner
 from parity.compare import NOTHING_COMPARED, norm, relative_error
-from parity.facts import Facts
-from parity.framework_calls import FrameworkCalls
-from parity.layout import Layouts
-from parity.naming import Names, by_position, names_by_call, selected
-from parity.pair import Inputs, KnownDifference, Masks, Pair, Precision
-from parity.part import PartInputs, Replay, pair_of_part
-from parity.rungs import NotComparedError
+from parity.naming import by_position, names_by_call, selected
+from parity.pair import Inputs, Masks, Pair, Precision
+from parity.sides import Reference, Sides
 from parity.tolerances import zero_noise
 from parity.trace import LOSS, OUTPUT, Trace, call_of, method_of, module_of
-from parity.weights.derive import Derived, derive
-from parity.weights.mapping import WeightMapping
-from parity.weights.variation import moved_by_a_rounding, without_constants
+from parity.weights.variation import moved_by_a_rounding
 
 __all__ = ["GATES", "Errors", "Reference", "Runs", "moved_by_a_rounding", "zero_among"]
 
@@ -28,34 +21,14 @@ Errors = dict[str, float]
 """Relative error of each tensor of a run against the float64 answer."""
 
 
-class Reference(Protocol):
-    """The reference's side: alive (capture_torch.TorchRunner), or remembered by a golden file (golden.Golden)."""
-
-    def weights(self) -> dict[str, np.ndarray]:
-        """Parameters and floating-point buffers by name, in float32."""
-
-    def trained(self) -> frozenset[str]:
-        """Names of the parameters that are trained."""
-
-    def facts(self) -> Facts:
-        """Types, tensors and settings of every module."""
-
-    def trace(self, inputs: Inputs, *, weights: Mapping[str, np.ndarray], precision: Precision) -> Trace:
-        """One forward and backward pass. Raises NotComparedError for a run that a golden file does not hold."""
-
-
-class Runs:
+class Runs(Sides):
     """What the rungs share. Runs are kept by (precision, batch); weights, mapping and names are worked out once.
 
     In a port's trace, calls bear the reference's module names; gradients and buffers the port's own.
     """
 
     def __init__(self, pair: Pair, *, seed: int = 0, golden: Any = None):
-        self.whole = pair
-        """The pair as it was given; with `Pair.part`, `pair` is that of the submodule."""
-        self.pair = pair_of_part(pair) if pair.part else pair
-        self.seed = seed
-        self.golden = golden
+        super().__init__(pair, seed=seed, golden=golden)
         self.batches: tuple[Inputs, ...] = (
             golden.batches if golden is not None else tuple(self._of_part(b) for b in pair.batches(seed=seed))
         )
@@ -69,99 +42,6 @@ class Runs:
         self._zero: dict[int, frozenset[str]] = {}
         self._reference_errors: dict[tuple[int, int | None], tuple[Errors, Errors]] = {}
         self._traces: dict[tuple[str, str, int], Trace] = {}
-        self._ports: dict[Precision, FlaxRunner] = {}
-
-    @functools.cached_property
-    def reference_runner(self) -> Any:
-        """See Reference. Raises NotComparedError where there is none; ImportError where torch is not installed."""
-        if self.golden is not None:
-            return self.golden
-        if self.pair.reference is None:
-            raise NotComparedError("the pair has no reference: check it --against a golden file")
-        from parity.capture_torch import TorchRunner
-
-        return TorchRunner(self.pair.reference)
-
-    def live_reference(self) -> Any:
-        """The TorchRunner. Raises NotComparedError if a golden file stands for it."""
-        if self.golden is not None:
-            raise NotComparedError("the golden file holds no such run of the reference")
-        return self.reference_runner
-
-    def port_runner(self, precision: Precision) -> FlaxRunner:
-        """The port in this precision. Raises NotComparedError where there is none."""
-        if self.pair.port is None:
-            raise NotComparedError("the pair has no port")
-        if precision not in self._ports:
-            self._ports[precision] = FlaxRunner(self.pair.port, precision=precision)
-        return self._ports[precision]
-
-    @functools.cached_property
-    def reference_facts(self) -> Facts:
-        """Of every module of the reference."""
-        return self.reference_runner.facts()
-
-    @functools.cached_property
-    def port_facts(self) -> Facts:
-        """Of every module of the port."""
-        return self.port_runner("float32").facts()
-
-    @functools.cached_property
-    def derived(self) -> Derived:
-        """How the weights and the module names of the two correspond, and which differences are known beforehand."""
-        return derive(
-            self.reference_facts, self.port_facts, mapping=self.pair.mapping, modules=tuple(self.pair.modules)
-        )
-
-    @functools.cached_property
-    def layouts(self) -> Layouts:
-        """Which arrays of the reference have their axes in another order than the port's."""
-        return Layouts(self.reference_facts, self.derived.port, modules=self.derived.modules, given=self.pair.layouts)
-
-    @functools.cached_property
-    def framework_calls(self) -> FrameworkCalls:
-        """In what order the frameworks' own modules are given and return what they do."""
-        return FrameworkCalls(self.reference_facts, self.derived.port, self.derived.pairs)
-
-    @functools.cached_property
-    def names(self) -> Names:
-        """The reference's module names for the port's."""
-        return Names(self.derived.modules, self.derived.stacked, self.pair.modules)
-
-    @property
-    def mapping(self) -> WeightMapping:
-        """From the reference's names and layouts to the port's."""
-        return self.derived.mapping
-
-    @property
-    def known(self) -> tuple[KnownDifference, ...]:
-        """The frameworks' own, and those the pair names."""
-        return self.derived.known + self.pair.known
-
-    @functools.cached_property
-    def weights(self) -> dict[str, np.ndarray]:
-        """What the reference is loaded with, in float32: see `Pair.weights`; adjusted where a known difference asks."""
-        return self.derived.adjust(self.reference_weights)
-
-    @functools.cached_property
-    def reference_weights(self) -> dict[str, np.ndarray]:
-        """The same before it is adjusted: what can be known without the port."""
-        if self.golden is not None:
-            return dict(self.golden.weights())
-        given = self.pair.weights
-        return dict(given) if given is not None else without_constants(self.reference_runner.weights(), self.seed)
-
-    @functools.cached_property
-    def port_weights(self) -> dict[str, np.ndarray]:
-        """The same for the port. Raises MappingError, which names every key that does not fit."""
-        return self.to_port(self.weights)
-
-    def to_port(self, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Any weights of the reference by the port's names. Raises MappingError, as above."""
-        used = {name: array for name, array in weights.items() if self.derived.travels(name)}
-        expected = {n: s for n, s in self.port_runner("float32").specs().items() if self.derived.expects(n)}
-        expected = {n: np.broadcast_to(np.float32(0), s.shape) for n, s in expected.items()}
-        return self.mapping.apply(used, expected=expected)
 
     def reference(self, precision: Precision, batch: int = 0) -> Trace:
         """The reference's run on this batch."""
@@ -384,20 +264,6 @@ class Runs:
         traces = (self.port("float64", batch), self.reference("float64", batch))
         return np.float32 if LOSS in float64_end.narrow(*traces) else np.float64
 
-    def reference_brings(self, what: str) -> bool:
-        """Whether the reference's side has this field, or the golden file was recorded with it."""
-        if self.golden is not None:
-            return bool(self.golden.brings(what))
-        return self.pair.reference is not None and getattr(self.pair.reference, what) is not None
-
-    def expect_both(self, field: str, what: str) -> None:
-        """Raises NotComparedError unless both sides bring this field, saying which does not; or for a golden file."""
-        self.live_reference()
-        sides = {"reference": self.pair.reference, "port": self.pair.port}
-        lacking = [name for name, side in sides.items() if side is None or getattr(side, field) is None]
-        if lacking:
-            raise NotComparedError(f"the pair's {' and '.join(lacking)} brings no {what}")
-
     def release(self) -> None:
         """Forgets the runs: those of a large model take gigabytes."""
         self._traces.clear()
@@ -409,32 +275,10 @@ class Runs:
             self._traces[key] = run(self.batches[batch], precision)
         return self._traces[key]
 
-    def _of_part(self, inputs: Inputs) -> Inputs:
-        if not self.whole.part or self.golden is not None or isinstance(inputs, PartInputs):
-            return inputs
-        return self._replay(inputs)
-
-    def valid(self, inputs: Inputs) -> np.ndarray | None:
-        """Which leading positions of an output count, by `Pair.valid`; None for all."""
-        if self.pair.valid is None or self.golden is not None:
-            return None
-        whole = inputs.whole if isinstance(inputs, PartInputs) else inputs
-        return np.asarray(self.pair.valid(whole), bool)
-
-    @functools.cached_property
-    def _replay(self) -> Replay:
-        return Replay(self.whole)
-
     @functools.cached_property
     def _names_of_arrays(self) -> dict[str, list[str]]:
         trace = self.reference("float64")
         return names_by_call([*trace.outputs, *trace.results])
-
-    def _in_port_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        paths = self.names.port_names((module_of(name) for name in values), self.port_facts)
-        return {
-            paths.get(module_of(name), module_of(name)) + name[len(module_of(name)) :]: v for name, v in values.items()
-        }
 
 
 GATES: tuple[Precision, Precision] = ("float64", "float32")
