@@ -113,10 +113,13 @@ class Side:
         return next((p for p in required if p.name not in SEEDS), None)
 
     def _builder_parameters(self) -> Sequence[inspect.Parameter]:
+        # Of a class its constructor's, without `self`: nnx's metaclass shows (*args, **kwargs).
+        of_class = isinstance(self.build, type)
         try:
-            return tuple(inspect.signature(self.build).parameters.values())
+            signature = inspect.signature(self.build.__init__ if of_class else self.build)  # type: ignore[misc]
         except ValueError:  # a class written in C has no signature
             return ()
+        return tuple(signature.parameters.values())[1 if of_class else 0 :]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
