@@ -135,6 +135,7 @@ def test_every_recurrent_type_has_an_order() -> None:
 class Reference(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.gru = torch.nn.GRU(3, 4, batch_first=True)
         self.cell = torch.nn.LSTMCell(4, 5)
 

@@ -1,19 +1,16 @@
 """A port of a model of many module types, whose modules bear the same names, needs no mapping."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 from flax import nnx
 
 from parity import ladder
-from parity.pair import Pair, Side
+from parity.pair import Pair
 
 RUNGS = ("inventory", "buffers", "weights", "forward", "gradients")
 
@@ -21,6 +18,7 @@ RUNGS = ("inventory", "buffers", "weights", "forward", "gradients")
 class Reference(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embed = torch.nn.Embedding(11, 6)
         self.norm = torch.nn.LayerNorm(6)
         self.rms = torch.nn.RMSNorm(6, eps=1e-6)
@@ -78,19 +76,34 @@ class Port(nnx.Module):
 
 
 def pair(build_port: Callable[[], nnx.Module]) -> Pair:
-    return Pair(
-        name="many types",
-        reference=Reference,
-        port=build_port,
-        inputs={"ids": np.random.default_rng(0).integers(0, 11, (3, 5))},
-    )
+    ids = np.random.default_rng(0).integers(0, 11, (3, 5))
+    return Pair(name="many types", reference=Reference, port=build_port, inputs={"ids": ids})
 
 
 def test_a_port_of_thirteen_types_needs_no_mapping() -> None:
     report = ladder.check(pair(Port), rungs=RUNGS)
-    for rung in report.rungs:
-        if rung.name in RUNGS:
-            assert rung.status == "passed", (rung.name, rung.skipped, rung.failures, rung.outcome.notes)
-            print(rung.name, rung.compared, rung.outcome.notes)
-    print(report.known)
-    assert {known.kind for known in report.known} == {"GRU hidden bias", "two biases for one", "running variance"}
+    assert {rung.name: rung.status for rung in report.rungs if rung.name in RUNGS} == dict.fromkeys(RUNGS, "passed")
+    kinds = {known.kind for known in report.known}
+    assert kinds == {"GRU hidden bias", "two biases for one", "running variance"}
+    compared = {c.tensor for c in report.rung("forward").outcome.sections[0].comparisons}
+    named = {name.partition("[")[0] for name in compared}
+    assert {name for name, _ in Reference().named_children() if name != "mlp"} <= named
+    assert {"mlp", "mlp.0", "mlp.2"} <= named
+    # What is on one side only is named, not passed over.
+    notes = " ".join(report.rung("forward").outcome.notes)
+    assert "attn[1]" in notes
+    assert "lstm.cell" in notes
+
+
+class PortWithAnotherGate(Port):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm.cell.gate_fn = nnx.hard_sigmoid
+
+
+def test_what_a_cell_computes_is_read_off_it() -> None:
+    report = ladder.check(pair(PortWithAnotherGate), rungs=("inventory",))
+    (failure,) = report.rung("inventory").failures
+    assert failure.tensor == "lstm: gate activation"
+    assert failure.detail == "reference sigmoid, port hard_sigmoid"
+    assert report.first_difference.module == "lstm"
