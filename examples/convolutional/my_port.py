@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import optax
 import resnet_flax
-from flax import nnx
 
 import parity
 
@@ -44,7 +43,7 @@ def pair() -> parity.Pair:
             build=build_reference, call=lambda model, inputs: model(inputs["images"]), loss=reference_loss
         ),
         port=parity.Side(
-            build=lambda: resnet_flax.ResNet(rngs=nnx.Rngs(0)),
+            build=resnet_flax.ResNet,
             call=lambda model, inputs: model(inputs["images"].transpose(0, 2, 3, 1)),
             loss=port_loss,
         ),

@@ -1,10 +1,22 @@
 """The port: other names, three projections where PyTorch had one."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+
+
+def linear(in_features: int, out_features: int, *, use_bias: bool = True, rngs: nnx.Rngs) -> nnx.Linear:
+    """Drawn as torch draws: weights and biases uniformly within 1/√in_features."""
+    limit = in_features**-0.5
+
+    def uniform(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        return jax.random.uniform(key, shape, dtype, -limit, limit)
+
+    return nnx.Linear(in_features, out_features, use_bias=use_bias, kernel_init=uniform, bias_init=uniform, rngs=rngs)
 
 
 def rotate(x: Array) -> Array:
@@ -22,10 +34,10 @@ class Attention(nnx.Module):
 
     def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs):
         self.heads = heads
-        self.q = nnx.Linear(width, width, rngs=rngs)
-        self.k = nnx.Linear(width, width, rngs=rngs)
-        self.v = nnx.Linear(width, width, rngs=rngs)
-        self.out = nnx.Linear(width, width, rngs=rngs)
+        self.q = linear(width, width, rngs=rngs)
+        self.k = linear(width, width, rngs=rngs)
+        self.v = linear(width, width, rngs=rngs)
+        self.out = linear(width, width, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
         batch, length, width = x.shape
@@ -44,9 +56,9 @@ class FeedForward(nnx.Module):
     """SwiGLU."""
 
     def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs):
-        self.gate = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(hidden, width, use_bias=False, rngs=rngs)
+        self.gate = linear(width, hidden, use_bias=False, rngs=rngs)
+        self.up = linear(width, hidden, use_bias=False, rngs=rngs)
+        self.down = linear(hidden, width, use_bias=False, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -73,10 +85,10 @@ class LanguageModel(nnx.Module):
     def __init__(
         self, vocab: int = 53, width: int = 24, heads: int = 4, hidden: int = 40, depth: int = 3, *, rngs: nnx.Rngs
     ):
-        self.embedding = nnx.Embed(vocab, width, rngs=rngs)
+        self.embedding = nnx.Embed(vocab, width, embedding_init=nnx.initializers.normal(1.0), rngs=rngs)
         self.layers = nnx.List([Layer(width, heads, hidden, 0.1, rngs=rngs) for _ in range(depth)])
         self.final_norm = nnx.RMSNorm(width, epsilon=1e-6, rngs=rngs)
-        self.head = nnx.Linear(width, vocab, use_bias=False, rngs=rngs)
+        self.head = linear(width, vocab, use_bias=False, rngs=rngs)
 
     def __call__(self, ids: Array) -> Array:
         x = self.embedding(ids)

@@ -11,7 +11,6 @@ import decoder_flax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 import parity
 
@@ -60,7 +59,7 @@ def pair() -> parity.Pair:
         name="decoder-only language model",
         reference=parity.Side(build=build_reference, loss=reference_loss, optimizer=reference_optimizer),
         port=parity.Side(
-            build=lambda: decoder_flax.LanguageModel(rngs=nnx.Rngs(0)),
+            build=decoder_flax.LanguageModel,
             loss=port_loss,
             optimizer=optax.adamw(1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1),
         ),

@@ -12,7 +12,8 @@ class Tagger(nnx.Module):
         self.embedding = nnx.Embed(vocab, width, rngs=rngs)
         self.forwards = nnx.RNN(nnx.LSTMCell(width, hidden, rngs=rngs))
         self.backwards = nnx.RNN(nnx.LSTMCell(width, hidden, rngs=rngs))
-        self.norm = nnx.LayerNorm(2 * hidden, epsilon=1e-5, rngs=rngs)
+        # Not E[x²] - E[x]², which loses everything where the mean is large.
+        self.norm = nnx.LayerNorm(2 * hidden, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
         self.scores = nnx.Linear(2 * hidden, tags, rngs=rngs)
 
     def __call__(self, ids: Array) -> Array:
