@@ -94,6 +94,7 @@ class CallRecorder:
             if path:
                 wanted[type(module)].add("__call__")
         undo: list[Callable[[], None]] = []
+        _recorders.append(self)
         try:
             for cls, methods in wanted.items():
                 for method in methods:
@@ -102,8 +103,13 @@ class CallRecorder:
                         undo.append(replace_method(cls, method, self._wrapped(original, method)))
             yield
         finally:
+            _recorders.remove(self)
             for action in reversed(undo):
                 action()
+
+    def lose(self, name: str, reason: str) -> None:
+        """This module's values cannot be had, and that is to be said."""
+        self._lost.setdefault(name, reason)
 
     def _wrapped(self, original: Any, method: str) -> Any:
         suffix = "" if method == "__call__" else f":{method}"
@@ -184,6 +190,15 @@ class CallRecorder:
             arrays.append([list(kind[event.sown]) for kind in every])
             events.append(event)
         return arrays, Static((tuple(events), tuple(self._lost.items())))
+
+
+_recorders: list[CallRecorder] = []
+
+
+def not_recorded(name: str, reason: str) -> None:
+    """Tells whoever is recording that the module of this path was called unseen."""
+    for recorder in _recorders:
+        recorder.lose(name, reason)
 
 
 def calls_of(
