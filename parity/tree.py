@@ -65,7 +65,7 @@ def _errors(runs: Runs, rungs: list[Rung]) -> tuple[dict[str, float], set[str]]:
     beyond: set[str] = set()
     for name, owner in (("forward", _module), ("gradients", _owner)):
         rung = by_name.get(name)
-        if rung is None or (name == "gradients" and not rung.failures):
+        if rung is None or (name == "gradients" and (beyond or not rung.failures)):
             continue
         for comparison in _of_runs(rung):
             path = runs.derived.modules.get(owner(comparison), owner(comparison))

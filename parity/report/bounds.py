@@ -25,14 +25,14 @@ def every_bound() -> tuple[Bound, ...]:
     body = ast.parse(inspect.getsource(tolerances)).body
     found = []
     for assignment, below in itertools.pairwise(body):
-        if not (isinstance(assignment, ast.Assign) and isinstance(assignment.targets[0], ast.Name)):
+        if not (isinstance(assignment, ast.Assign) and isinstance(below, ast.Expr)):
             continue
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
-            name = assignment.targets[0].id
-            if not hasattr(tolerances, name):  # the file was changed after it was imported
-                continue
+        if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            names = [node.id for node in ast.walk(assignment.targets[0]) if isinstance(node, ast.Name)]
             reason = " ".join(below.value.value.split())
-            found.append(Bound(name=name, value=_shown(getattr(tolerances, name)), reason=reason))
+            # One that is missing was added to the file after it was imported.
+            known = [name for name in names if hasattr(tolerances, name)]
+            found += [Bound(name=name, value=_shown(getattr(tolerances, name)), reason=reason) for name in known]
     return tuple(found)
 
 

@@ -85,7 +85,7 @@ def depth_chart(points: Sequence[Point], *, first: str = "") -> Markup:
     body += _names(points)
     # Names slant: they need the sine of their length below the plot.
     below = 30 + 4.9 * min(LONGEST, max(len(point.name) for point in points))
-    width = max(320, 8 * len(points))
+    width = max(320, round(6.5 * len(points)))
     return Markup(
         '<svg class="depth" role="img" aria-label="Error against depth: {} module outputs, from {} to {}" '
         'height="{}" style="min-width:{}px">{}</svg>'
@@ -173,7 +173,10 @@ def _marker(x: str, y: float, css: str, told: str, passed: bool) -> Markup:
         shape = Markup('<svg x="{}" y="{:.1f}" overflow="visible"><rect class="{}" x="-3" y="-3" width="6" height="6">')
         mark = shape.format(x, y, css) + title + Markup("</rect></svg>")
     else:
-        mark = Markup('<circle class="{}" cx="{}" cy="{:.1f}" r="3.2">').format(css, x, y) + title + Markup("</circle>")
+        # A dot in a ring, where both have the same error.
+        radius = 2.6 if css == "port" else 4.2
+        shape = Markup('<circle class="{}" cx="{}" cy="{:.1f}" r="{}">')
+        mark = shape.format(css, x, y, radius) + title + Markup("</circle>")
     ring = Markup('<circle class="beyond" cx="{}" cy="{:.1f}" r="7"/>').format(x, y)
     return mark if passed or css == "reference" else ring + mark
 

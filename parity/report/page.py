@@ -66,8 +66,10 @@ def to_html(document: Document) -> str:
 
 
 def figure(value: float | str | None) -> str:
-    """1.2e-07; a dash where there is none."""
-    return "–" if value is None else f"{number(value):.1e}"
+    """1.2e-07; a dash where there is none; 0 is exactly 0."""
+    if value is None:
+        return "–"
+    return "0" if value == 0 else f"{number(value):.1e}"
 
 
 def _drawn(points: Sequence[series.Point]) -> list[charts.Series]:

@@ -88,7 +88,7 @@ def _blocks(report: Report) -> Iterator[tuple[str, list[Text]]]:
         ("Known differences of the frameworks", [_known(k) for k in report.known]),
         ("Notes", [Text(f"{rung.number} {rung.name}: {note}") for rung in report.rungs for note in rung.outcome.notes]),
         ("Judged apart", _apart(report)),
-        ("Beyond their bound", [line for rung in report.rungs for line in _failures(rung)]),
+        ("Beyond their bound", _beyond(report)),
         ("Rules behind the bounds", _rules(report)),
     )
     yield from ((title, lines) for title, lines in blocks if lines)
@@ -101,11 +101,13 @@ def _golden(report: Report) -> list[Text]:
 def _not_compared(report: Report) -> list[Text]:
     """Rungs with the same reason on one line."""
     reasons: dict[str, list[str]] = {}
-    for rung in report.rungs:
-        if rung.status in ("skipped", "not reached"):
-            why = rung.skipped or "not reached: a rung before it is broken"
-            reasons.setdefault(why, []).append(f"{rung.number} {rung.name}")
-    return [Text.assemble((", ".join(names), "yellow"), f": {why}") for why, names in reasons.items()]
+    for rung in report.skipped:
+        reasons.setdefault(rung.skipped, []).append(f"{rung.number} {rung.name}")
+    lines = [Text.assemble((", ".join(names), "yellow"), f": {why}") for why, names in reasons.items()]
+    beyond = [rung for rung in report.rungs if rung.status == "not reached"]
+    if beyond:
+        lines.append(Text(f"{beyond[0].number} to {beyond[-1].number}: not reached, as a rung before them is broken"))
+    return lines
 
 
 def _from_the_end(name: str, most: int = 40) -> str:
@@ -140,6 +142,17 @@ def _apart(report: Report) -> list[Text]:
     return [Text(line) for line in lines]
 
 
+def _beyond(report: Report) -> list[Text]:
+    """Of the first broken rung in detail, of later ones how many: they mean little."""
+    lines: list[Text] = []
+    for i, rung in enumerate(report.failed):
+        if i == 0:
+            lines += _failures(rung)
+        else:
+            lines.append(Text(f"{rung.number} {rung.name}: {len(rung.failures):,} of {rung.compared:,}"))
+    return lines
+
+
 def _failures(rung: Rung) -> Iterator[Text]:
     for section in rung.outcome.sections:
         if not section.comparisons:
@@ -156,11 +169,12 @@ def _failures(rung: Rung) -> Iterator[Text]:
 
 
 def _rules(report: Report) -> list[Text]:
-    rules: dict[str, set[str]] = {}
+    """Each with the rungs that it judged."""
+    rules: dict[str, dict[str, None]] = {}
     for rung in report.rungs:
         for section in rung.outcome.sections:
-            rules.setdefault(section.rule, set()).add(section.precision)
-    return [Text(f"{', '.join(sorted(precisions))}: {rule}", style="dim") for rule, precisions in rules.items()]
+            rules.setdefault(section.rule, {})[f"{rung.number} {section.precision}"] = None
+    return [Text(f"{', '.join(judged)}: {rule}", style="dim") for rule, judged in rules.items()]
 
 
 def _show_difference(report: Report, console: Console) -> None:
