@@ -21,8 +21,9 @@ all tensors there is no floor."""
 FLOAT32_DRAWS = 8
 """A rounding error is one draw from a distribution. A tensor of the port beyond the bound is judged by the reference's
 largest error over up to so many further runs, in float32 and in float64, with every weight moved by at most one
-rounding: the error of an ill-conditioned gradient, or of a relu whose input is within rounding of its kink. The report
-names the tensors that needed it; the pooled error is never judged again."""
+rounding: the error of an ill-conditioned gradient, or of a relu whose input is within rounding of its kink. So is the
+pooled error, by the largest pooled one: over many tensors those are all alike, over a few they are chance too. The
+report names the tensors that needed it."""
 
 ZERO_GRADIENT_UNITS = 64.0
 """A bias gradient is zero in exact arithmetic if its norm is below so many units of rounding of the sum of absolute
@@ -127,6 +128,7 @@ every weight was moved by at most one rounding at the start: over so many of the
 An element whose gradient is a billionth of the others' has a relative error a billion times theirs, and Adam moves it
 by that; which element it is, the port and those trainings agree on. A fault is some thousand times larger."""
 
+INITIALISATION_EXEMPT_RULE = "the pair says so: of the same shape, and finite"
 SHARE_RULE = (
     f"share of kept elements against 1 - rate, as a share of what chance gives once in {1 / DROPOUT_FALSE_ALARM:,.0f} "
     "runs, all sites together"

@@ -30,7 +30,7 @@ def judged(
     comparisons = first = list(against_float64(ours, theirs, rule=rule))
     failed = [c for c in comparisons if not c.passed]
     further: list[Errors] = []
-    may_be_chance = all(math.isfinite(c.error) and c.tensor != POOLED for c in failed)
+    may_be_chance = all(math.isfinite(c.error) for c in failed)
     while failed and may_be_chance and again is not None and len(further) < FLOAT32_DRAWS:
         further.append(again(len(further)))
         comparisons = list(judged_again(first, further, rule=rule))
@@ -58,13 +58,14 @@ def judged_again(
 ) -> Iterator[Comparison]:
     """The same comparisons, where each that failed is judged by the reference's largest error over further runs.
 
-    The pooled one is not: it is large enough to be judged by one run.
+    The pooled one by the largest pooled error: over many tensors they are all alike, over a few they are not.
     """
     for comparison in comparisons:
-        if comparison.passed or comparison.tensor == POOLED:
+        if comparison.passed:
             yield comparison
         else:
-            largest = max(run[comparison.tensor] for run in further)
+            name = comparison.tensor
+            largest = max(_root_mean_square(run) if name == POOLED else run[name] for run in further)
             yield dataclasses.replace(comparison, bound=max(comparison.bound, rule.ratio * largest))
 
 
