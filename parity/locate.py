@@ -15,7 +15,7 @@ from parity import probe
 from parity.compare import Comparison, relative_error
 from parity.diagnose import CaseBuilder
 from parity.diagnose.by_rung import diagnose
-from parity.diagnose.case import Case, owner_of
+from parity.diagnose.case import Case, conventions_of, owner_of, same_ids
 from parity.pair import Inputs
 from parity.rungs import Rung
 from parity.rungs.adversarial import cases, probe_inputs
@@ -68,6 +68,8 @@ class Found:
 
     location: Location
     case: Case | None = None
+    called: bool = True
+    """Whether the port calls the module."""
 
 
 def locate(runs: Runs, failed: Rung | None) -> tuple[Location | None, Any]:
@@ -77,7 +79,7 @@ def locate(runs: Runs, failed: Rung | None) -> tuple[Location | None, Any]:
     found = _found(runs, failed)
     if found is None:
         return None, None
-    return found.location, diagnose(runs, failed, found.location.module, found.case)
+    return found.location, diagnose(runs, failed, found.location.module, found.case, called=found.called)
 
 
 def _found(runs: Runs, failed: Rung) -> Found | None:
@@ -115,9 +117,7 @@ def _adversarial(runs: Runs, failed: Rung) -> Found | None:
         found = follow_and_hand(runs, reference, port, inputs, bounds=bounds)
         if found is not None:
             explanation = "; ".join(part for part in (f"with {section.title}", found.location.explanation) if part)
-            return dataclasses.replace(
-                found, location=dataclasses.replace(found.location, explanation=explanation)
-            )
+            return dataclasses.replace(found, location=dataclasses.replace(found.location, explanation=explanation))
         nearest = nearest_to_the_loss(section.failures, reference, explanation=f"with {section.title}, its gradient")
         return None if nearest is None else Found(location=nearest)
     worst = max(section.failures, key=lambda c: c.error, default=None)
@@ -188,7 +188,7 @@ def follow_and_hand(
         agree=agree,
         persists=_persists(reference, port, found.error),
     )
-    return Found(location=location, case=case)
+    return Found(location=location, case=case, called=found.called)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,6 +199,7 @@ class Followed:
     """Empty for the model itself."""
     error: float
     explanation: str = ""
+    called: bool = True
 
 
 def follow(
@@ -210,7 +211,7 @@ def follow(
     that differs already, the fault is in the code of the module around it, at last in the model itself.
     """
     last_equal, first_unequal, first_error = "the start", "", 0.0
-    conventions = _conventions(port, reference, names)
+    conventions = conventions_of(reference, port)
     for name, expected in reference.outputs.items():
         call = call_of(name)
         if name not in names or (name not in port.outputs and method_of(call)):
@@ -249,7 +250,7 @@ def _not_made(port: Trace, reference: Trace, call: str, names: frozenset[str]) -
         if known and around not in made:
             outermost = around
         path = owner_of(path)
-    return Followed(call=outermost, error=float("inf"), explanation="the port does not call it")
+    return Followed(call=outermost, error=float("inf"), explanation="the port does not call it", called=False)
 
 
 def _given_the_same(
@@ -259,28 +260,7 @@ def _given_the_same(
         bound = max(FLOAT64_RELATIVE, bounds.get(key, 0.0))
         if key not in port.given or relative_error(port.given[key], reference.given[key]) > bound:
             return False
-    return _same_ids(port, reference, call) or module_of(call).rpartition(".")[2] in conventions
-
-
-def _same_ids(port: Trace, reference: Trace, call: str) -> bool:
-    """Ids and masks, as far as they are of the same shape: a mask may be handed on in another form."""
-    for key in (key for key in reference.given_ids if call_of(key) == call):
-        theirs, ours = reference.given_ids[key], port.given_ids.get(key)
-        if ours is not None and ours.shape == theirs.shape and ours.dtype.kind == theirs.dtype.kind:
-            if not np.array_equal(ours, theirs):
-                return False
-    return True
-
-
-def _conventions(port: Trace, reference: Trace, names: frozenset[str]) -> frozenset[str]:
-    """Names of modules that return the same although their masks differ: True means something else to them."""
-    found = set()
-    for name in reference.outputs:
-        call = call_of(name)
-        if name in names and name in port.outputs and not _same_ids(port, reference, call):
-            if relative_error(port.outputs[name], reference.outputs[name]) <= FLOAT64_RELATIVE:
-                found.add(module_of(call).rpartition(".")[2])
-    return frozenset(found)
+    return same_ids(reference, port, call, conventions)
 
 
 def local_differences(
@@ -301,13 +281,35 @@ def local_differences(
     for call in (*cases_of.calls, ""):
         children = cases_of.children(call)
         below = any(child in wrong for child in children)
-        own = _returns_otherwise(handed, reference, call, names, bounds or {})
-        gives = any(_gives_otherwise(handed, reference, child) for child in children)
+        own = any(
+            _returns_otherwise(handed, reference, one, names, bounds or {})
+            for one in (call, *cases_of.methods(call))
+            if one == call or call_of(one) in made_by_both(handed, reference)
+        )
+        gives = any(
+            _gives_otherwise(handed, reference, one, cases_of.conventions)
+            for one in (*children, *cases_of.methods(call))
+        )
+        if not _handed_over(handed, reference, call, cases_of.conventions):
+            own = gives = False  # it could not be given the reference's inputs: whoever gave it others is at fault
         if (own or gives) and not below:
             found.append(module_of(call) or MODEL)
         if own or gives or below:
             wrong.add(call)
     return list(dict.fromkeys(found))
+
+
+def made_by_both(handed: Trace, reference: Trace) -> frozenset[str]:
+    """Calls that both made."""
+    return frozenset(map(call_of, handed.outputs)) & frozenset(map(call_of, reference.outputs))
+
+
+def _handed_over(handed: Trace, reference: Trace, call: str, conventions: frozenset[str]) -> bool:
+    """Whether its arrays could be replaced, and its ids, which cannot be, are the same."""
+    keys = [key for key in reference.given if call_of(key) == call]
+    return same_ids(reference, handed, call, conventions) and all(
+        key in handed.given and handed.given[key].shape == reference.given[key].shape for key in keys
+    )
 
 
 def _returns_otherwise(
@@ -324,7 +326,9 @@ def _returns_otherwise(
     )
 
 
-def _gives_otherwise(handed: Trace, reference: Trace, call: str) -> bool:
+def _gives_otherwise(handed: Trace, reference: Trace, call: str, conventions: frozenset[str]) -> bool:
+    if not same_ids(reference, handed, call, conventions):
+        return True
     keys = [key for key in reference.given if call_of(key) == call and key in handed.given]
     return any(relative_error(handed.given[key], reference.given[key]) > FLOAT64_RELATIVE for key in keys)
 

@@ -23,10 +23,29 @@ difference if that is so. `register(negated)` tries it with every pair.
 Nothing here is shared with the code that plants faults in the self-test: a diagnosis is not the inverse of a planting.
 """
 
-# The order in which they are imported is the order in which they are tried: the more specific first.
-from parity.diagnose import (  # noqa: I001
+from parity.diagnose.attention import attention
+from parity.diagnose.between import between
+from parity.diagnose.by_rung import diagnose, diagnose_case
+from parity.diagnose.case import Case, CaseBuilder
+from parity.diagnose.convolution import convolution
+from parity.diagnose.diagnosis import Diagnosis, kind, kinds
+from parity.diagnose.embedding import embedding
+from parity.diagnose.engine import Factor, Option, explain
+from parity.diagnose.exchange import exchange
+from parity.diagnose.ids import ids
+from parity.diagnose.linear import linear
+from parity.diagnose.norm import fast_variance, norm
+from parity.diagnose.outputs import outputs
+from parity.diagnose.positions import positions
+from parity.diagnose.precision import precision
+from parity.diagnose.recurrent import recurrent
+from parity.diagnose.suspects import REGISTRY, Suspect, register, suspect
+
+for _family in (
     norm,
+    fast_variance,
     embedding,
+    ids,
     positions,
     linear,
     recurrent,
@@ -36,24 +55,9 @@ from parity.diagnose import (  # noqa: I001
     precision,
     exchange,
     outputs,
-)
-from parity.diagnose import (
-    loss,
-    gradients,
-    optimizer,
-    clipping,
-    schedule,
-    initial,
-    dropout,
-    decoding,
-    settings,
-    updates,
-)
-from parity.diagnose.by_rung import diagnose, diagnose_case
-from parity.diagnose.case import Case, CaseBuilder
-from parity.diagnose.diagnosis import Diagnosis, kind, kinds
-from parity.diagnose.engine import Factor, Option, explain
-from parity.diagnose.suspects import REGISTRY, Suspect, register, suspect
+):
+    # In the order in which they are tried: the more specific first.
+    register(_family)
 
 __all__ = [
     "REGISTRY",

@@ -17,7 +17,6 @@ from parity.diagnose.engine import Factor, Option, explain
 from parity.diagnose.linear import HEADS, QKV
 from parity.diagnose.masks import MaskArray, allowed, found_masks, mask_factors
 from parity.diagnose.projections import Projections, projections
-from parity.diagnose.suspects import register
 
 SCALE_MISSING = kind("score scale missing", "scores that are not divided by √head_dim")
 SCALE_WIDTH = kind("score scale by another width", "scores divided by √d_model or another root instead of √head_dim")
@@ -29,7 +28,6 @@ USED_TWICE = kind("projection used twice", "keys used as values, or another proj
 NO_SOFTMAX = kind("softmax missing", "scores used as weights")
 
 
-@register
 def attention(case: Case) -> Diagnosis | None:
     """Of a module with query, key and value projections, or one that has their weights."""
     found = projections(case)

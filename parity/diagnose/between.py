@@ -12,12 +12,12 @@ import numpy as np
 
 from parity.diagnose.activations import FIXES
 from parity.diagnose.case import Case
-from parity.diagnose.diagnosis import Diagnosis, kind
+from parity.diagnose.diagnosis import Diagnosis, distance, kind
+from parity.diagnose.engine import MATCH
 from parity.diagnose.expression import Expression, Finder
 from parity.diagnose.norm import MISSING as NORM_MISSING
 from parity.diagnose.norm import is_norm
-from parity.diagnose.suspects import register
-from parity.trace import module_of
+from parity.trace import method_of, module_of
 
 RESIDUAL_MISSING = kind("residual missing", "a residual connection that the port leaves out")
 RESIDUAL_ELSEWHERE = kind("residual from another place", "a residual connection that starts somewhere else")
@@ -33,6 +33,8 @@ EMBEDDING_SCALED_TWICE = kind(
 )
 DROPOUT_SCALE = kind("dropout scale in evaluation", "values divided (or multiplied) by 1 - rate without dropout")
 SCALE = kind("scale between modules", "a constant factor between two modules")
+OUTPUT_SCALE = kind("logits scale", "what the model returns multiplied by a constant")
+EXCHANGED = kind("weights of another module", "a matrix that belongs to another module, another layer for one")
 MEMORY = kind("wrong memory", "a decoder layer that is given something else than the encoder's output")
 LAYER_ORDER = kind("layer order", "layers called in another order")
 LAYER_SKIPPED = kind("layer skipped", "a layer that the port leaves out")
@@ -49,13 +51,16 @@ POOLING = kind("pooling", "another summary over an axis: mean, sum, largest, fir
 TERM = kind("term missing", "a sum that lacks one of its terms, or has one too many")
 CONCATENATION = kind("concatenation order", "tensors put side by side in another order")
 
+NOT_CALLED = kind("module not called", "a module that the port has and does not call")
+
 INPUT = "its input"
 RATES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 
 
-@register
 def between(case: Case) -> Diagnosis | None:
     """Of a module with submodules, or a module that is no more than a function."""
+    if case.discrete:
+        return None
     reference_leaves, port_leaves = leaves(case)
     reference = Finder(case.expected, reference_leaves).first()
     if reference is None:
@@ -95,8 +100,7 @@ class _Difference:
     port: Expression
 
     def diagnosis(self) -> Diagnosis:
-        name = self.kind()
-        case = self.case
+        name, case = self.kind(), self.case
         sentence = (
             f"{case.where[0].upper()}{case.where[1:]} is {self.port} in the port, {self.reference} in the reference"
         )
@@ -108,6 +112,8 @@ class _Difference:
 
     def kind(self) -> str:
         reference, port = self.reference, self.port
+        if self._other_module():
+            return EXCHANGED
         if reference.function != port.function:
             return function_kind(reference.function, port.function)
         if reference.form != port.form or reference.detail != port.detail:
@@ -118,6 +124,11 @@ class _Difference:
         gained = [name for name in port.leaves if name not in reference.leaves]
         if not lost and not gained:
             return self._scale_kind()
+        if len(lost) == len(gained) == 1:
+            if len(reference.terms) > 1:
+                return RESIDUAL_ELSEWHERE
+            if self._is_memory(lost[0]):
+                return MEMORY
         norms = self._norm_kind(lost, gained)
         if norms:
             return norms
@@ -126,6 +137,13 @@ class _Difference:
         if gained and not lost:
             return self._with(gained)
         return self._replaced(lost, gained)
+
+    def _other_module(self) -> bool:
+        """The same method of another module: a table that should not be this one's."""
+        one, other = self.reference.leaves, self.port.leaves
+        if len(one) != 1 or len(other) != 1 or one == other:
+            return False
+        return bool(method_of(one[0])) and method_of(one[0]) == method_of(other[0])
 
     def _form_kind(self) -> str:
         if "zeros" in (self.reference.form, self.port.form):
@@ -147,9 +165,19 @@ class _Difference:
         if norm_lost and not norm_gained:
             return NORM_ORDER if len(self.port.leaves) > 1 else NORM_MISSING
         given_to_norm = case.child and is_norm(case.child, case.child_type)
+        if given_to_norm and lost and not gained and self._added_later(lost[0]):
+            return NORM_ORDER
         if given_to_norm and self.reference.leaves == (INPUT,) and len(self.port.leaves) > 1 and not lost:
             return NORM_ORDER
         return ""
+
+    def _added_later(self, leaf: str) -> bool:
+        """Whether the port adds what it did not give to the norm to what the norm returned."""
+        _, port_leaves = leaves(self.case)
+        normed, term = self.case.child_returned, port_leaves.get(leaf)
+        if normed is None or term is None or normed.shape != term.shape:
+            return False
+        return any(distance(array, normed + term) <= MATCH for array in self.case.afterwards.values())
 
     def _is_norm(self, leaf: str) -> bool:
         prefix = self.case.module + "." if self.case.module else ""
@@ -213,6 +241,8 @@ class _Difference:
         name, ratio = changed[0]
         if self._is_positions(name):
             return POSITIONS_TWICE if abs(ratio - 2.0) < 1e-9 else SCALE
+        if not self.case.module and not self.case.child:
+            return OUTPUT_SCALE
         return scale_kind(ratio, self.case.expected.shape[-1] if self.case.expected.ndim else 1)
 
 
@@ -249,3 +279,17 @@ def case_later(case: Case) -> Mapping[str, object]:
 
 def _bare(leaf: str) -> str:
     return module_of(leaf)
+
+
+def not_called(module: str, type_name: str) -> Diagnosis:
+    """Of a module that the reference calls and the port does not."""
+    last = module.rpartition(".")[2]
+    if is_norm(module, type_name):
+        name = NORM_MISSING
+    elif "pos" in last.lower() or "position" in type_name.lower():
+        name = POSITIONS_MISSING
+    elif last.isdigit():
+        name = LAYER_SKIPPED
+    else:
+        name = NOT_CALLED
+    return Diagnosis(kind=name, module=module, sentence=f"The port does not call {module}", fix=f"call {module} there")

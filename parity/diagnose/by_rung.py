@@ -1,11 +1,12 @@
 """Which suspects are asked, by the rung that broke."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from parity.diagnose.between import not_called
 from parity.diagnose.case import Case
 from parity.diagnose.clipping import explain_clipping
 from parity.diagnose.decoding import explain_decoding
@@ -35,8 +36,14 @@ BY_EVIDENCE: Mapping[str, tuple[Callable[[Mapping[str, Any]], Diagnosis | None],
 """Rung -> who explains it, and the evidence that takes."""
 
 
-def diagnose(runs: Runs, failed: Rung, place: str, case: Case | None) -> Diagnosis | None:
-    """What the first difference is; None if nothing explains it. `place`: the location's module or tensor."""
+def diagnose(runs: Runs, failed: Rung, place: str, case: Case | None, *, called: bool = True) -> Diagnosis | None:
+    """What the first difference is; None if nothing explains it.
+
+    `place`: the location's module or tensor; `called`: whether the port calls the module at all.
+    """
+    if not called:
+        facts = runs.reference_facts.get(place)
+        return not_called(place, facts.type if facts else "")
     if case is not None:
         return diagnose_case(case, (*runs.pair.suspects, *REGISTRY))
     if failed.name == "inventory":
@@ -52,7 +59,7 @@ def diagnose(runs: Runs, failed: Rung, place: str, case: Case | None) -> Diagnos
     return _gradients(runs, failed, place) if failed.name in ("gradients", "adversarial") else None
 
 
-def diagnose_case(case: Case, suspects: tuple[Any, ...] = tuple(REGISTRY)) -> Diagnosis | None:
+def diagnose_case(case: Case, suspects: Sequence[Any] = REGISTRY) -> Diagnosis | None:
     """The first suspect's explanation."""
     for suspect in suspects:
         found: Diagnosis | None = suspect(case)

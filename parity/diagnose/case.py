@@ -31,6 +31,8 @@ class Case:
     types: tuple[str, str] = ("", "")
     """Class names, reference first."""
     child_type: str = ""
+    method: str = ""
+    """Where it is not the module that was called, but one of its methods."""
     expected: np.ndarray
     """The reference's."""
     got: np.ndarray
@@ -43,6 +45,10 @@ class Case:
     """By name, what its submodules returned before: on the reference's side and, if the port called it, the port's."""
     later: Arrays = dataclasses.field(default_factory=dict)
     """What other submodules returned on the port's side: it may have called them earlier."""
+    afterwards: Arrays = dataclasses.field(default_factory=dict)
+    """What the port goes on with: its own arrays given to later submodules, and what the module returns."""
+    child_returned: np.ndarray | None = None
+    """The port's output of the child."""
     inside_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Class names of these submodules, by their full paths."""
     weights: Arrays = dataclasses.field(default_factory=dict)
@@ -57,6 +63,11 @@ class Case:
     """The model's."""
     rerun: Callable[[Arrays], np.ndarray | None] | None = None
     """Runs the port with some of the module's parameters changed (by their relative names); gives the same value."""
+
+    @property
+    def discrete(self) -> bool:
+        """Whether the value is an array of ids or a mask."""
+        return not np.issubdtype(self.expected.dtype, np.floating)
 
     @property
     def leaf(self) -> bool:
@@ -82,6 +93,37 @@ class Case:
 def owner_of(call: str) -> str:
     """`layers.0.norm#2` -> `layers.0`."""
     return module_of(call).rpartition(".")[0]
+
+
+def same_ids(reference: Trace, port: Trace, call: str, conventions: frozenset[str] = frozenset()) -> bool:
+    """Whether a call was given the same ids and masks, as far as they are of one shape and type.
+
+    `conventions`: names of modules to which True means something else on the other side.
+    """
+    if module_of(call).rpartition(".")[2] in conventions:
+        return True
+    return all(
+        _same_array(array, port.given_ids.get(name))
+        for name, array in reference.given_ids.items()
+        if call_of(name) == call
+    )
+
+
+def conventions_of(reference: Trace, port: Trace) -> frozenset[str]:
+    """Names of modules that return the same although their masks differ."""
+    return frozenset(
+        module_of(name).rpartition(".")[2]
+        for name, array in reference.outputs.items()
+        if name in port.outputs
+        and not same_ids(reference, port, call_of(name))
+        and relative_error(port.outputs[name], array) <= FLOAT64_RELATIVE
+    )
+
+
+def _same_array(one: np.ndarray, other: np.ndarray | None) -> bool:
+    if other is None or one.shape != other.shape or one.dtype.kind != other.dtype.kind:
+        return True
+    return np.array_equal(one, other)
 
 
 class CaseBuilder:
@@ -119,6 +161,11 @@ class CaseBuilder:
             if not method_of(call) or (module_of(call) and i > plain.get(module_of(call), -1))
         )
 
+    @functools.cached_property
+    def conventions(self) -> frozenset[str]:
+        """Names of modules to which the masks of either side mean something else."""
+        return conventions_of(self.reference, self.port)
+
     def around(self, call: str) -> str:
         """The call of a module that one of its methods was called in, if that was given the same; or the call itself."""
         if not method_of(call):
@@ -142,6 +189,11 @@ class CaseBuilder:
         None if nothing that can be compared differs, or a submodule's argument is missing.
         """
         for child in self.children(call):
+            for name in _arrays_of(self.reference.given_ids, child):
+                theirs, ours = self.reference.given_ids[name], self.port.given_ids.get(name)
+                if not _same_array(theirs, ours) and not same_ids(self.reference, self.port, child, self.conventions):
+                    assert ours is not None, "an array that is missing counts as the same"
+                    return self._made(call, child, theirs, ours, rerun=None)
             for name in _arrays_of(self.reference.given, child):
                 found = self._differing(self.reference.given[name], self.port.given.get(name))
                 if found is not None:
@@ -165,6 +217,19 @@ class CaseBuilder:
             return value(run({**self.port_weights, **names}))
 
         return rerun
+
+    def methods(self, call: str) -> list[str]:
+        """Calls of the module's own methods that were part of this one."""
+        path = module_of(call)
+        if method_of(call):
+            return []
+        every = list(dict.fromkeys(call_of(name) for name in self.reference.outputs))
+        own = [(i, other) for i, other in enumerate(every) if method_of(other) and module_of(other) == path]
+        ends = [i for i, other in enumerate(every) if other == call] or [len(every)]
+        starts = [
+            i for i, other in enumerate(every) if module_of(other) == path and not method_of(other) and i < ends[0]
+        ]
+        return [other for i, other in own if (starts[-1] if starts else -1) < i < ends[0]]
 
     def children(self, call: str) -> list[str]:
         """Calls that the call of a module made itself, in order: those of submodules below no other called one."""
@@ -214,6 +279,8 @@ class CaseBuilder:
                     before[name] = (self.reference.outputs[name], self.port.outputs.get(name))
                 elif other != child and name in self.port.outputs:
                     later[name] = self.port.outputs[name]
+        afterwards = {n: a for other in children for n, a in self.port.given.items() if call_of(n) == other}
+        afterwards |= {n: a for n, a in self.port.outputs.items() if call_of(n) == call}
         own, others = self._weights(path)
         facts, port_facts = self.facts[0].get(path), self.facts[1].get(self.paths.get(path, path))
         settings = {
@@ -225,6 +292,7 @@ class CaseBuilder:
             child=module_of(child),
             types=(facts.type if facts else "", port_facts.type if port_facts else ""),
             child_type=self._type(module_of(child)),
+            method=method_of(call),
             expected=expected,
             got=got,
             given=tuple(self.reference.given[name] for name in _arrays_of(self.reference.given, call)) if call else (),
@@ -233,11 +301,13 @@ class CaseBuilder:
             else (),
             inside=before,
             later=later,
+            afterwards=afterwards,
+            child_returned=self.port.outputs.get(child) if child else None,
             inside_types={module_of(name): self._type(module_of(name)) for name in (*before, *later)},
             weights=own,
             other_weights=others,
             settings=settings,
-            elsewhere=lambda: (_all_values(self.reference), _all_values(self.port)),
+            elsewhere=lambda: (_all_values(self.reference, path), _all_values(self.port, path)),
             inputs=self.inputs,
             rerun=rerun,
         )
@@ -271,9 +341,10 @@ def _number(call: str) -> int:
     return int(number) if number else 1
 
 
-def _all_values(trace: Trace) -> dict[str, np.ndarray]:
-    given = {f"what {name} is given": array for name, array in trace.given.items()}
-    return {**trace.outputs, **given}
+def _all_values(trace: Trace, path: str) -> dict[str, np.ndarray]:
+    """Everything but what the module's own methods were given and returned, which would explain nothing."""
+    given = {f"what {name} is given": array for name, array in trace.given.items() if module_of(name) != path}
+    return {**{n: a for n, a in trace.outputs.items() if module_of(n) != path}, **given}
 
 
 def _wide(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

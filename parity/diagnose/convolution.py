@@ -10,7 +10,6 @@ from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, kind
 from parity.diagnose.engine import Factor, Option, explain
 from parity.diagnose.linear import BIAS, BIAS_TWICE, KERNELS, SCALED
-from parity.diagnose.suspects import register
 
 FLIPPED = kind("convolution kernel flipped", "a kernel whose taps are in the reverse order")
 AXES = kind("convolution kernel axes", "a kernel whose axes are exchanged: height and width, or input and output")
@@ -23,7 +22,6 @@ WIDEST = 3
 MODES = (("constant", "zeros"), ("wrap", "the other end"), ("reflect", "a reflection"), ("edge", "the edge"))
 
 
-@register
 def convolution(case: Case) -> Diagnosis | None:
     """A module whose kernel has an axis for each but the batch, and one more."""
     kernel = (

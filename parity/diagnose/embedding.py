@@ -10,7 +10,6 @@ from parity.diagnose.between import EMBEDDING_SCALE, EMBEDDING_SCALED_TWICE, sca
 from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, kind
 from parity.diagnose.engine import Factor, Option, explain
-from parity.diagnose.suspects import register
 
 TABLE = kind("wrong embedding table", "a table that belongs to another module, or is tied where it should not be")
 PADDING_ROW = kind("padding row zeroed", "the row of the padding id is zero on one side")
@@ -18,12 +17,18 @@ IDS = kind("ids shifted", "ids one too high or too low, or clamped")
 IDS_PLACE = kind("ids shifted along the length", "each position reads its neighbour's id")
 
 
-@register
 def embedding(case: Case) -> Diagnosis | None:
     """Rows of a table at the ids that a module is given."""
     tables = dict(_tables(case))
     ids = next((a for a in case.given_ids if np.issubdtype(a.dtype, np.integer)), None)
-    if case.given or not case.leaf or ids is None or not tables or case.expected.shape[: ids.ndim] != ids.shape:
+    if (
+        case.given
+        or not case.leaf
+        or case.discrete
+        or ids is None
+        or not tables
+        or case.expected.shape[: ids.ndim] != ids.shape
+    ):
         return None
     width = case.expected.shape[-1]
 

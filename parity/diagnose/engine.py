@@ -145,7 +145,7 @@ class _Search:
 
     def of_reference(self, unusual: int) -> list[Setting]:
         """Settings that give the reference's result, all with equally few unusual options."""
-        free = [range(len(f.options)) if f.free else range(1 + f.also_right) for f in self.factors]
+        free = [range(len(f.options)) if f.free else range(min(1 + f.also_right, len(f.options))) for f in self.factors]
         starts = list(itertools.islice(itertools.product(*free), MOST))
         for count in range(unusual + 1):
             edited: Iterator[Setting] = (s for start in starts for s in self._edited(start, count, only_bound=True))

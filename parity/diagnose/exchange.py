@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from parity.diagnose.between import EXCHANGED
 from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, distance
 from parity.diagnose.engine import CLEARER, MATCH
-from parity.diagnose.linear import BIAS, EXCHANGED, HEADS, QKV, REVERSED, TRANSPOSED, projection_role
-from parity.diagnose.suspects import register
+from parity.diagnose.linear import BIAS, HEADS, QKV, REVERSED, TRANSPOSED, projection_role
 
 MOST_RUNS = 60
 SECONDS = 20.0
@@ -20,7 +20,6 @@ Change = tuple[str, str, Mapping[str, np.ndarray]]
 """(kind, in words, {relative name: array})."""
 
 
-@register
 def exchange(case: Case) -> Diagnosis | None:
     """The first change of the module's weights after which the difference is gone."""
     if case.rerun is None or case.module == "" or not case.weights:

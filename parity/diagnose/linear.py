@@ -5,16 +5,15 @@ from typing import Any
 
 import numpy as np
 
+from parity.diagnose.between import EXCHANGED, OUTPUT_SCALE
 from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, kind
 from parity.diagnose.engine import Factor, Option, explain
-from parity.diagnose.suspects import register
 
 TRANSPOSED = kind("kernel transposed", "torch's (out, in) used as Flax's (in, out), or the other way round")
 BIAS = kind("bias missing", "a bias that is left out")
 BIAS_TWICE = kind("bias added twice", "a bias that is added twice or subtracted")
 BIAS_ELSEWHERE = kind("bias of another module", "a bias that belongs to another module")
-EXCHANGED = kind("weights of another module", "a matrix that belongs to another module, another layer for one")
 QKV = kind("q/k/v permuted", "query, key and value projections exchanged")
 HEADS = kind("heads split in the other order", "features read as (head_dim, heads) instead of (heads, head_dim)")
 SCALED = kind("weights scaled", "a kernel multiplied by a constant")
@@ -24,6 +23,7 @@ _TRANSPOSED = (
     Option("no", "as stored"),
     Option("yes", "transposed"),
     Option("reshaped", "reshaped where it must be transposed"),
+    Option("reshaped back", "reshaped instead of transposed"),
 )
 KERNELS = ("kernel", "weight", "w", "embedding")
 BIASES = ("bias", "b")
@@ -31,7 +31,6 @@ SIBLINGS = 80
 """Matrices of other modules that are tried, those with the longest common path first."""
 
 
-@register
 def linear(case: Case) -> Diagnosis | None:
     """A module with one matrix: x W + b."""
     if not case.leaf or len(case.given) != 1:
@@ -54,6 +53,8 @@ def linear(case: Case) -> Diagnosis | None:
             matrix = matrices[f["kernel"]]
             if f["transposed"] == "reshaped":
                 matrix = matrix.reshape(matrix.shape[::-1]).T
+            if f["transposed"] == "reshaped back":
+                matrix = matrix.T.reshape(matrix.shape)
             matrix = matrix.T if f["transposed"] == "yes" else matrix
             matrix = matrix[:, _order(matrix.shape[1], f["columns"])][_order(matrix.shape[0], f["rows"])]
             if matrix.shape[0] != features_in:
@@ -104,7 +105,7 @@ def linear(case: Case) -> Diagnosis | None:
         ),
         Factor(
             "scale",
-            SCALED,
+            OUTPUT_SCALE if case.method else SCALED,
             _scales(x, kernel, bias, case),
             what="factor of the kernel",
             fix="multiply the kernel by {reference}",
@@ -121,7 +122,8 @@ def _matrix(case: Case) -> np.ndarray | None:
         return None
     kernel, width = found[0], case.x.shape[-1]
     if kernel.ndim == 2:
-        return kernel
+        # A table of embeddings, used as an output projection, is (out, in).
+        return kernel.T if kernel.shape[0] != width == kernel.shape[1] else kernel
     return kernel.reshape(width, -1) if kernel.shape[0] == width else None
 
 

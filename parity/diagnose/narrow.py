@@ -40,4 +40,3 @@ def explain_narrow(runs: Runs, place: str) -> Diagnosis | None:
             fix="no cast to a narrower type, and precision=jax.lax.Precision.HIGHEST in matrix products",
         )
     return None
-

@@ -8,7 +8,6 @@ import numpy as np
 from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, distance, kind
 from parity.diagnose.engine import Change, Explanation, Factor, Option, explain
-from parity.diagnose.suspects import register
 
 EPS = kind("norm eps", "another eps in a norm's denominator (torch 1e-5, Flax 1e-6)")
 EPS_PLACE = kind("norm eps placement", "eps added to the deviation instead of the variance, or the other way round")
@@ -31,7 +30,6 @@ def is_norm(name: str, type_name: str = "") -> bool:
     return "norm" in type_name.lower() or any(part in last for part in NAMES)
 
 
-@register
 def norm(case: Case) -> Diagnosis | None:
     """Any module that has as many parameters as features, or the name of a norm."""
     if not case.leaf or not case.given or case.expected.shape != case.x.shape:
@@ -248,7 +246,6 @@ def _solved_batch_eps(case: Case, x: np.ndarray, mean: np.ndarray, variance: np.
     return solved
 
 
-@register
 def fast_variance(case: Case) -> Diagnosis | None:
     """E[x²] - E[x]²: a rounding error as large as the one that the formula makes in numpy, and of no other reason."""
     if not case.leaf or not case.given or case.expected.shape != case.x.shape:

@@ -4,11 +4,10 @@ import itertools
 
 import numpy as np
 
-from parity.diagnose.between import AXES, POSITIONS_MISSING, SHIFT, scale_kind
+from parity.diagnose.between import AXES, OUTPUT_SCALE, POSITIONS_MISSING, SHIFT, scale_kind
 from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, distance, kind
 from parity.diagnose.engine import CLEARER, MATCH
-from parity.diagnose.suspects import register
 
 CONSTANT = kind("constant added", "a constant vector added to every position")
 ZEROS = kind("zeros", "zeros where the reference has values")
@@ -16,7 +15,6 @@ NAN = kind("not finite", "NaN or inf where the reference has numbers")
 SHAPE = kind("another shape", "an array of another shape")
 
 
-@register
 def outputs(case: Case) -> Diagnosis | None:
     """Multiplied, moved, shifted, cut off."""
     expected, got = case.expected.astype(np.float64), case.got.astype(np.float64)
@@ -41,7 +39,11 @@ def outputs(case: Case) -> Diagnosis | None:
         return _said(case, ZEROS, f"{_start(case)} is zero in the port", "compute it")
     ratio = float((got.ravel() @ expected.ravel()) / max(float(expected.ravel() @ expected.ravel()), 1e-300))
     if abs(ratio) > 1e-9 and distance(got, ratio * expected) <= match:
-        name = scale_kind(ratio, expected.shape[-1] if expected.ndim else 1)
+        name = (
+            OUTPUT_SCALE
+            if case.method or not case.module
+            else scale_kind(ratio, expected.shape[-1] if expected.ndim else 1)
+        )
         return _said(
             case, name, f"{_start(case)} is {ratio:.9g} times that of the reference", f"divide it by {ratio:.9g}"
         )

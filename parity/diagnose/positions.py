@@ -9,7 +9,6 @@ import numpy as np
 from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, kind
 from parity.diagnose.engine import Explanation, Factor, Option, explain
-from parity.diagnose.suspects import register
 
 LAYOUT = kind("positions layout", "sines and cosines interleaved, or all sines before all cosines")
 DIVISOR = kind("positions divisor", "the exponent divided by d/2 - 1 instead of d/2")
@@ -45,7 +44,6 @@ def sinusoids(length: int, width: int, f: Mapping[str, Any]) -> np.ndarray | Non
     return np.asarray(table * f["scale"])
 
 
-@register
 def positions(case: Case) -> Diagnosis | None:
     """A module that is given no more than ids or a length, and returns a table with a row a position."""
     if case.given or not case.leaf or case.expected.ndim not in (2, 3) or case.expected.shape[-1] < 4:

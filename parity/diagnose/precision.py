@@ -4,7 +4,6 @@ import numpy as np
 
 from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, distance, kind
-from parity.diagnose.suspects import register
 
 FLOAT32 = kind("float32 inside", "a module that casts to float32, or to less, in a float64 run")
 BFLOAT16 = kind("bfloat16 inside", "a module that casts to bfloat16 or float16, or multiplies in such a precision")
@@ -13,7 +12,6 @@ WIDTHS = (("float32", 24, FLOAT32), ("float16", 11, BFLOAT16), ("bfloat16", 8, B
 """Name, bits of the significand, kind."""
 
 
-@register
 def precision(case: Case) -> Diagnosis | None:
     """A difference as large as one rounding to a narrower type, in most of the elements."""
     expected, got = case.expected.astype(np.float64), case.got.astype(np.float64)

@@ -11,7 +11,6 @@ from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, kind
 from parity.diagnose.engine import Factor, Option, explain
 from parity.diagnose.linear import BIAS, BIAS_TWICE
-from parity.diagnose.suspects import register
 
 ORDER = kind("gate order", "the blocks of a recurrent kernel in another order of gates")
 RESET = kind("GRU reset placement", "the reset gate before or after the recurrent product")
@@ -32,7 +31,6 @@ FUNCTIONS = {
 }
 
 
-@register
 def recurrent(case: Case) -> Diagnosis | None:
     """A module that is given a sequence, and has a kernel for the input and one for the state."""
     if case.child or not case.given or case.x.ndim != 3 or case.expected.ndim != 3:
