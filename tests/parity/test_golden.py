@@ -22,7 +22,8 @@ from parity.rungs import NotComparedError
 from parity.runs import Runs
 from parity.user_file import load_pair
 
-# The reference fuses what the port keeps apart, so that errors of gradients must be told for each piece.
+# The reference fuses what the port keeps apart, so that errors of gradients must be told for each piece; and it has two
+# biases where the port has one.
 MY_PORT = """
 import os
 
@@ -31,6 +32,7 @@ import numpy as np
 from flax import nnx
 
 from parity import Pair, Rule, Side
+from parity.weights.biases import SumBiases
 from parity.weights.mapping import WeightMapping
 from parity.weights.rules import Split, Transpose
 
@@ -49,10 +51,18 @@ class Toy(nnx.Module):
 def reference():
     import torch
 
+    class TwoBiases(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(5, 7)
+            self.more = torch.nn.Parameter(torch.randn(7))
+
+        def forward(self, x):
+            return super().forward(x) + self.more
+
     class Toy(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed = torch.nn.Linear(5, 7)
+            self.embed = TwoBiases()
             self.fused = torch.nn.Linear(7, 6)
 
         def forward(self, x):
@@ -90,7 +100,7 @@ def pair():
         inputs=inputs,
         mapping=WeightMapping([
             Rule("embed.weight", "embed.kernel", (Transpose(),)),
-            Rule("embed.bias", "embed.bias"),
+            Rule(("embed.bias", "embed.more"), "embed.bias", (SumBiases(),)),
             Rule("fused.weight", ("query.kernel", "value.kernel"), (Split(2), Transpose())),
             Rule("fused.bias", ("query.bias", "value.bias"), (Split(2),)),
         ]),
@@ -171,7 +181,7 @@ def test_float32_errors_are_those_of_the_live_reference(pair: Pair, golden: Path
         expected_outputs, expected_gradients = live.reference_errors(0, draw)
         assert outputs == expected_outputs
         assert gradients == pytest.approx(expected_gradients, rel=1e-6)
-        assert {"query.kernel", "value.kernel"} <= gradients.keys()
+        assert {"query.kernel", "value.kernel", "embed.bias"} <= gradients.keys()
     assert recorded.reference_errors(0, 2) == recorded.reference_errors(0, 0), "no more were recorded"
 
 
@@ -225,13 +235,23 @@ def test_hard_inputs_are_recorded_too(pair: Pair, golden: Path) -> None:
     assert report.rung("adversarial").passed
 
 
-def test_a_pair_without_a_port_can_be_recorded_and_one_without_a_reference_cannot(pair: Pair, tmp_path: Path) -> None:
-    record(dataclasses.replace(pair, port=None), tmp_path / "alone.golden", draws=0, hard=False)
-    alone = Golden.read(tmp_path / "alone.golden")
+def test_a_pair_without_a_port_can_be_recorded_and_one_without_a_reference_cannot(
+    pair: Pair, golden: Path, tmp_path: Path
+) -> None:
+    folded = Golden.read(golden).weights()  # the second bias added to the first: as a port can hold them
+    record(dataclasses.replace(pair, port=None, weights=folded), tmp_path / "alone.golden", draws=0, hard=False)
     checked = dataclasses.replace(pair, reference=None)
-    assert ladder.check(checked, rungs=("weights", "forward", "gradients"), golden=alone).passed
+    rungs = ("weights", "forward", "gradients")
+    assert ladder.check(checked, rungs=rungs, golden=Golden.read(tmp_path / "alone.golden")).passed
     with pytest.raises(ValueError, match="expected a reference to record, got none"):
         record(checked, tmp_path / "none.golden")
+
+
+def test_weights_that_the_port_cannot_hold_must_be_recorded_with_it(pair: Pair, tmp_path: Path) -> None:
+    record(dataclasses.replace(pair, port=None), tmp_path / "alone.golden", draws=0, hard=False)
+    report = ladder.check(pair, rungs=("weights", "forward"), golden=Golden.read(tmp_path / "alone.golden"))
+    assert not report.passed
+    assert "record it again, with the port at hand" in report.rung("forward").skipped
 
 
 def test_what_is_there_is_not_overwritten_unasked(pair: Pair, tmp_path: Path) -> None:
