@@ -29,6 +29,7 @@ class _Options:
     sow: bool = True
     training: bool = False
     masks: bool = False
+    backward: bool = True
 
 
 class FlaxRunner:
@@ -115,6 +116,7 @@ class FlaxRunner:
         valid: np.ndarray | None = None,
         results: Sequence[str] = (),
         seed: int = 0,
+        backward: bool = True,
     ) -> Trace:
         """Runs with these weights, by the names of the port, in evaluation mode unless `training`.
 
@@ -123,11 +125,12 @@ class FlaxRunner:
         module, by the port's names, the floating-point inputs it gets in place of the model's own, where the shapes are
         equal. `valid`: which leading positions of an output count in the loss of a pair that brings none. `results`:
         the reference's names for what the model returns, if it returns as many arrays under other names. `seed`: of the
-        random numbers that the model draws by itself.
+        random numbers that the model draws by itself. `backward`: whether there are gradients; compiling them is most
+        of the work.
 
         Raises ValueError that names masks without a place.
         """
-        options = _Options(tap=tap, training=training or masks is not None, masks=masks is not None)
+        options = _Options(tap=tap, training=training or masks is not None, masks=masks is not None, backward=backward)
         with self.numerics():
             arrays, trained = self.cast(weights), self.trained()
             given = {
@@ -215,9 +218,7 @@ class FlaxRunner:
         arrays, structure = jax.tree.flatten(given)
         key = (options, structure, tuple((a.shape, a.dtype) for a in arrays))
         if key not in self._compiled:
-            # With masks handed in it is nobody's program but ours: compiled quickly in float32 too.
-            precision = "float64" if options.masks else self.precision
-            program: Any = jit(lambda given: self._program(options, given), precision=precision)
+            program: Any = jit(lambda given: self._program(options, given), precision=self.precision)
             traced = program.trace(given)
             narrow = None
             if self.precision == "float64" and options.tap:
@@ -257,6 +258,8 @@ class FlaxRunner:
             }
             return loss, values
 
+        if not options.backward:
+            return loss_and_more(given["trained"])[1] | {"gradients": {}}
         gradients, values = jax.grad(loss_and_more, has_aux=True)(given["trained"])
         return values | {"gradients": gradients}
 

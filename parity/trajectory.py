@@ -205,7 +205,7 @@ class ComposedReference(Composed):
         self.optimizer = training_torch.TorchOptimizer(self.side.optimizer, moving)
 
     def _trace(self, inputs: Inputs, masks: Masks) -> Any:
-        return self.runs.run_reference(inputs, "float64", weights=self.weights, training=True, masks=masks)
+        return self.runs.run_reference(inputs, "float64", weights=self.weights, training=True, masks=masks or None)
 
     def _clipped(self, gradients: Tensors) -> dict[str, np.ndarray]:
         return self.torch.clipped(self.side, {n: g for n, g in gradients.items() if n not in self.held})
@@ -227,7 +227,9 @@ class ComposedPort(Composed):
         self.optimizer = training_flax.OptaxOptimizer(self.runner, self.side.optimizer, self.parameters())
 
     def _trace(self, inputs: Inputs, masks: Masks) -> Any:
-        return self.runs.run_port(inputs, "float64", weights=self.weights, tap=False, training=True, masks=masks)
+        return self.runs.run_port(
+            inputs, "float64", weights=self.weights, tap=False, training=True, masks=masks or None
+        )
 
     def _clipped(self, gradients: Tensors) -> dict[str, np.ndarray]:
         assert self.clipping is not None
@@ -275,7 +277,7 @@ def _rate(runs: Runs, reference: Any, step: int) -> float:
 
 def _zero(runs: Runs, inputs: Inputs, masks: Masks) -> frozenset[str]:
     """The port's parameters whose gradient is rounding noise in training mode, at the first step."""
-    trace = runs.run_reference(inputs, "float64", training=True, masks=masks)
+    trace = runs.run_reference(inputs, "float64", training=True, masks=masks or None)
     return zero_among(runs.gradients_in_port_layout(trace), runs.summed_in_port_layout(trace))
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import fnmatch
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,12 @@ from parity.statistics import (
     scale_test,
     shape_test,
 )
-from parity.tolerances import INITIALISATION_FALSE_ALARM, INITIALISATION_FIXED_RULE, INITIALISATION_RULE
+from parity.tolerances import (
+    INITIALISATION_EXEMPT_RULE,
+    INITIALISATION_FALSE_ALARM,
+    INITIALISATION_FIXED_RULE,
+    INITIALISATION_RULE,
+)
 from parity.training import Trained
 
 Tensors = Mapping[str, np.ndarray]
@@ -64,10 +69,10 @@ def climb(runs: Runs) -> Outcome:
     """Fixed elements, then distributions."""
     every = training.trained(runs, max_elements=None)
     trained = every.only([step for step in every.steps if not every.merges(step)])
-    reference, port = _Drawn(_reference_draws(runs, trained)), _Drawn(_port_draws(runs, trained))
-    names = list(dict.fromkeys([*reference.first, *port.first]))
+    names = list(trained.port_shapes)
     exempt = {name: known for name in names if (known := _exempt(runs, name)) is not None}
     judged = [name for name in names if name not in exempt]
+    reference, port = (_Drawn(draw, judged) for draw in (_reference_draws(runs, trained), _port_draws(runs, trained)))
     limit = INITIALISATION_FALSE_ALARM / (TESTS * max(1, len(judged)))
     fixed, drawn, blind = [_fixed(name, reference, port) for name in judged], [], []
     worst, evidence = -1.0, dict[str, Any]()
@@ -87,7 +92,12 @@ def climb(runs: Runs) -> Outcome:
     if broken and worst <= 1.0:
         a, b = reference.first[broken[0]], port.first[broken[0]]
         evidence = {"parameter": broken[0], "shape": a.shape, "reference": a.ravel(), "port": b.ravel()}
-    sections = [section("elements that never change", "bits", INITIALISATION_FIXED_RULE, fixed)]
+    sections = []
+    if fixed:
+        sections.append(section("elements that never change", "bits", INITIALISATION_FIXED_RULE, fixed))
+    if exempt:
+        otherwise = [_finite(name, reference, port) for name in exempt]
+        sections.append(section("meant to begin otherwise", "static", INITIALISATION_EXEMPT_RULE, otherwise))
     if drawn:
         sections.append(section("distributions", "statistics", INITIALISATION_RULE, drawn))
     merged = [name for name in every.shapes if name not in trained.shapes]
@@ -143,11 +153,20 @@ def _fixed(name: str, reference: "_Drawn", port: "_Drawn") -> Comparison:
     return Comparison(tensor=name, error=int(other.sum()), bound=0.0, detail=detail)
 
 
-class _Drawn:
-    """One side's parameters, drawn with one seed after the other."""
+def _finite(name: str, reference: "_Drawn", port: "_Drawn") -> Comparison:
+    """All that can be said of a parameter that is meant to begin otherwise."""
+    theirs, ours = reference.first.get(name, np.zeros(0)), port.first.get(name, np.zeros(0))
+    fits = theirs.shape == ours.shape and bool(np.isfinite(ours).all() and np.isfinite(theirs).all())
+    detail = f"expected shape {theirs.shape}, found {ours.shape}" if theirs.shape != ours.shape else ""
+    return Comparison(tensor=name, error=0.0 if fits else math.inf, bound=0.0, detail=detail)
 
-    def __init__(self, draw: Callable[[int], Tensors]):
+
+class _Drawn:
+    """One side's parameters, drawn with one seed after the other, often enough for those that are judged."""
+
+    def __init__(self, draw: Callable[[int], Tensors], judged: Sequence[str]):
         started = time.perf_counter()
+        self._judged = frozenset(judged)
         self.first = {name: np.asarray(array, np.float32) for name, array in draw(0).items()}
         self.still = {name: np.ones(array.shape, bool) for name, array in self.first.items()}
         """Elements that had the same value in every draw."""
@@ -155,9 +174,12 @@ class _Drawn:
         self._rows: dict[str, list[np.ndarray]] = {name: [] for name in self.first}
         self.draws = 0
         self._keep(self.first)
+        self.repeats = False
+        """Whether the seed has no effect: then there is one draw."""
+        if not judged:
+            return
         second = {name: np.asarray(array, np.float32) for name, array in draw(1).items()}
         self.repeats = all(np.array_equal(second[name], array) for name, array in self.first.items())
-        """Whether the seed has no effect: then there is one draw."""
         if self.repeats:
             # Then only the value tells: what is drawn is not all alike, nor exactly 0 or 1.
             self.still = {name: _looks_fixed(array) for name, array in self.first.items()}
@@ -194,7 +216,7 @@ class _Drawn:
         return flat.copy() if flat.size <= most else flat[np.linspace(0, flat.size - 1, most).astype(int)]
 
     def _wanted(self) -> int:
-        free = [int((~still).sum()) for still in self.still.values()]
+        free = [int((~still).sum()) for name, still in self.still.items() if name in self._judged]
         return min(MAX_DRAWS, max((math.ceil(MIN_VALUES / count) for count in free if count), default=0))
 
 
