@@ -1,0 +1,230 @@
+"""Blind mutations of `flax_transformer`: is each one noticed by the ladder, and if not, does it change any program?"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from parity.mutations import source, syntax
+from parity.mutations.syntax import Mutation
+from parity.pair import Pair, Side
+from parity.selftest import pool
+from parity.selftest.equivalent import ARGUMENTS
+from transformer_config import TransformerConfig
+
+PACKAGE = "flax_transformer"
+CPU_SECONDS = 150
+"""Limit of a mutant; a check takes 10 to 30."""
+
+_SMALL: dict[str, Any] = {"num_encoder_layers": 1, "num_decoder_layers": 2, "dropout": 0.1}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"attention_dropout": 0.1, "activation_dropout": 0.1},
+    "pre-norm": {
+        "norm_order": "pre",
+        "positions": "learned",
+        "tie_embeddings": "none",
+        "activation": "relu",
+        "use_bias": False,
+    },
+    "window": {
+        "window": 2,
+        "positions": "concatenated_half_minus_1",
+        "position_offset": 2,
+        "activation": "silu",
+        "pad_id": 3,
+        "bos_id": 0,
+    },
+    "interpolated": {
+        "positions": "learned",
+        "max_len": 23,
+        "interpolated_len": 71,
+        "position_offset": 1,
+        "activation": "gelu_tanh",
+        "norm_order": "pre",
+    },
+    "blockwise": {"attention": "blockwise", "attention_dropout": 0.1, "interpolated_len": 71, "dropout": 0.0},
+    "checkpointed": {"gradient_checkpointing": True, "tie_embeddings": "all", "tgt_vocab_size": 71},
+    "blockwise window": {
+        "attention": "blockwise",
+        "window": 3,
+        "attention_dropout": 0.1,
+        "positions": "concatenated",
+        "attention_block_size": 2,
+    },
+    "weights": {},
+    "blockwise weights": {"attention": "blockwise"},
+}
+"""Configs that between them execute what a check can execute, cheap ones first. Those called `weights` return the
+attention weights too."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What the code does as it is."""
+
+    executed: Mapping[str, frozenset[tuple[str, int]]]
+    """Variant -> the (file, line) that it executes."""
+    programs: Mapping[str, Mapping[str, str]]
+    """Variant -> its programs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """What became of a mutation."""
+
+    mutation: Mutation
+    detected: bool
+    how: str
+    """The rung that failed, `failed while it ran`, `did not finish`; or empty."""
+    argument: str = ""
+    """Why it computes the same, if it was not detected and does."""
+    variants: tuple[str, ...] = ()
+    """Those it was checked on."""
+
+    @property
+    def explained(self) -> bool:
+        """Detected, or argued to be equivalent."""
+        return self.detected or bool(self.argument)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Job:
+    mutation: Mutation | None
+    variants: tuple[str, ...]
+    then_programs: bool = False
+
+
+def variant_pair(name: str, *, seed: int = 0) -> Pair:
+    """Our own twins in one of VARIANTS. Imports them."""
+    from parity import twins
+
+    pair = twins.preset_pair(TransformerConfig.tiny(**{**_SMALL, **VARIANTS[name]}), seed=seed, name=name)
+    if "weights" not in name.split():
+        return pair
+    return dataclasses.replace(pair, reference=_with_weights(pair.reference), port=_with_weights(pair.port))
+
+
+def _with_weights(side: Side) -> Side:
+    """The side that returns its attention weights beside the logits."""
+    call, loss = side.call, side.loss
+
+    def both(module: Any, inputs: Any) -> dict[str, Any]:
+        weights = module.attention_weights(inputs["src"], inputs["tgt_in"])
+        return {"logits": call(module, inputs), **weights}
+
+    return dataclasses.replace(
+        side,
+        call=both,
+        loss=lambda output, inputs: loss(output["logits"] if isinstance(output, dict) else output, inputs),  # type: ignore[misc]
+    )
+
+
+def survey(*, workers: int, names: Sequence[str] = tuple(VARIANTS)) -> Survey:
+    """Runs every variant as it is. Raises RuntimeError if one of them does not run."""
+    executed, programs = {}, {}
+    for ended in pool.run(_survey_one, list(names), workers=workers, per_process=1, cpu_seconds=CPU_SECONDS):
+        if ended.how != "done":
+            raise RuntimeError(f"expected the variant {ended.item!r} to run, got: {ended.value}")
+        executed[ended.item], programs[ended.item] = ended.value
+    # In the order of VARIANTS: cheap ones are tried first.
+    return Survey(executed={name: executed[name] for name in names}, programs={name: programs[name] for name in names})
+
+
+def _survey_one(name: str) -> tuple[frozenset[tuple[str, int]], Mapping[str, str]]:
+    lines = source.Lines(source.files_of(PACKAGE))
+
+    def run() -> Mapping[str, str]:
+        from parity.selftest.programs import programs
+
+        return programs(variant_pair(name))
+
+    programs_of_variant = lines.during(run)
+    return frozenset(lines.executed), programs_of_variant
+
+
+def candidates(found: Survey) -> tuple[list[Mutation], list[Mutation]]:
+    """(mutations of lines that a variant executes, mutations of the others)."""
+    reached: list[Mutation] = []
+    unreached: list[Mutation] = []
+    for file, path in source.files_of(PACKAGE).items():
+        for mutation in syntax.mutations(path.read_text(encoding="utf-8"), file=file):
+            (reached if _executing(mutation, found) else unreached).append(mutation)
+    return reached, unreached
+
+
+def _executing(mutation: Mutation, found: Survey) -> tuple[str, ...]:
+    lines = range(mutation.line, mutation.last + 1)
+    return tuple(source.variants_executing(mutation.file, lines, found.executed))
+
+
+def check(
+    mutations: Sequence[Mutation],
+    found: Survey,
+    *,
+    workers: int,
+    first: int = 3,
+    progress: Callable[[Mutant], None] = lambda mutant: None,
+) -> list[Mutant]:
+    """Each mutation on the `first` cheapest variants that execute it; what survives, on all of them."""
+    by_mutation = {mutation: _executing(mutation, found) for mutation in mutations}
+    jobs = [_Job(mutation=m, variants=names[:first]) for m, names in by_mutation.items()]
+    done: list[Mutant] = []
+    again: list[_Job] = []
+    for ended in _run(jobs, workers):
+        mutant = _judged(ended, found)
+        if mutant is None:  # does not import
+            continue
+        if not mutant.detected and mutant.mutation is not None:
+            again.append(_Job(mutation=mutant.mutation, variants=by_mutation[mutant.mutation], then_programs=True))
+            continue
+        done.append(mutant)
+        progress(mutant)
+    for ended in _run(again, workers):
+        mutant = _judged(ended, found)
+        assert mutant is not None
+        done.append(mutant)
+        progress(mutant)
+    order = {mutation: i for i, mutation in enumerate(mutations)}
+    return sorted(done, key=lambda mutant: order[mutant.mutation])
+
+
+def _run(jobs: Sequence[_Job], workers: int) -> Any:
+    return pool.run(_check_one, jobs, workers=workers, per_process=1, cpu_seconds=CPU_SECONDS * 4)
+
+
+def _judged(ended: pool.Ended, found: Survey) -> Mutant | None:
+    mutant = functools.partial(Mutant, mutation=ended.item.mutation, variants=ended.item.variants)
+    if ended.value == "does not import":
+        return None
+    if ended.how == "done" and not isinstance(ended.value, str):
+        argument = _argument(ended.item.mutation, ended.value, found) if ended.item.then_programs else ""
+        return mutant(detected=False, how="", argument=argument)
+    reason = {"done": "", "raised": "failed while it ran: ", "died": "died: ", "did not finish": "did not finish: "}
+    return mutant(detected=True, how=reason[ended.how] + str(ended.value).strip().splitlines()[-1])
+
+
+def _argument(mutation: Mutation, programs: Mapping[str, Mapping[str, str]], found: Survey) -> str:
+    if all(programs[name] == found.programs[name] for name in programs):
+        count = sum(len(each) for each in programs.values())
+        return f"the same programs: {count} jaxprs of {len(programs)} variants are unchanged, constants included"
+    return ARGUMENTS.get(mutation.key, "")
+
+
+def _check_one(job: _Job) -> str | dict[str, dict[str, str]]:
+    """The rung that failed first; or, if none did, the programs of the variants (if asked for)."""
+    assert job.mutation is not None
+    text = source.files_of(PACKAGE)[job.mutation.file].read_text(encoding="utf-8")
+    source.install(PACKAGE, job.mutation.file, syntax.mutated(text, job.mutation))
+    try:
+        from parity import twins  # noqa: F401
+    except Exception:
+        return "does not import"
+    from parity import ladder
+    from parity.selftest.programs import programs
+
+    for name in job.variants:
+        report = ladder.check(variant_pair(name))
+        if not report.passed:
+            failed = ", ".join(rung.name for rung in report.failed) or "weights"
+            return f"{failed} ({name})"
+    return {name: dict(programs(variant_pair(name))) for name in job.variants} if job.then_programs else {}

@@ -1,0 +1,140 @@
+"""Known porting faults, planted: is each detected, its module named, its kind named?"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from parity.mutations import KINDS, Kind, plantings
+from parity.selftest import pool
+from parity.selftest.bases import base_pair
+from parity.selftest.names import NAMES
+
+CPU_SECONDS = 300
+"""Limit of one planting; a check takes 2 to 40."""
+PER_PROCESS = 12
+
+TENSORS = frozenset({"kernel", "weight", "bias", "scale", "table"})
+"""Last parts of names of tensors: a tensor is named by its module, and a module by its tensor."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planted:
+    """What the harness said of one planting."""
+
+    kind: str
+    base: str
+    place: str
+    number: int
+    """0: the first place, 1: a middle one, 2: the last."""
+    detected: bool
+    located: bool
+    named: bool
+    rung: str = ""
+    """The first that failed."""
+    module: str = ""
+    """Where the harness saw the first difference."""
+    diagnosis: str = ""
+    """The kind that the diagnosis names."""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        said = f"{self.rung or 'nothing'} failed; at {self.module or '-'}; {self.diagnosis or 'no name'}"
+        return f"{self.kind} at {self.place or 'the model'}: {said}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Item:
+    kind: str
+    number: int
+
+
+def kinds_to_plant(quick: bool) -> list[_Item]:
+    """Every kind at its first, middle and last place; if `quick`, at one of the three, in turn."""
+    numbers = [[i % 3] if quick else [0, 1, 2] for i in range(len(KINDS))]
+    # By base, so that a process builds few of them.
+    order = sorted(range(len(KINDS)), key=lambda i: KINDS[i].base)
+    return [_Item(kind=KINDS[i].name, number=number) for i in order for number in numbers[i]]
+
+
+def plant(*, quick: bool, workers: int, progress: Callable[[Planted], None] = lambda planted: None) -> list[Planted]:
+    """Plants every kind. A kind that fits in fewer than three places is planted in those."""
+    results: list[Planted] = []
+    items = kinds_to_plant(quick)
+    for ended in pool.run(check_one, items, workers=workers, per_process=PER_PROCESS, cpu_seconds=CPU_SECONDS):
+        if ended.how == "done":
+            found = ended.value
+        else:
+            # The program ended in an error, which is seen; what it was, is not said.
+            found = _failed(ended.item, f"{ended.how}: {str(ended.value).strip().splitlines()[-1]}")
+        if found is not None:
+            results.append(found)
+            progress(found)
+    order = {kind.name: i for i, kind in enumerate(KINDS)}
+    return sorted(results, key=lambda planted: (order[planted.kind], planted.number))
+
+
+def check_one(item: _Item) -> Planted | None:
+    """Checks one planting; None if the kind has fewer places than that."""
+    from parity import ladder
+
+    kind = kind_named(item.kind)
+    base = base_pair(kind.base)
+    every = plantings(kind, base)
+    # With one place the first, with two the first and the last.
+    numbers = {1: [0], 2: [0, 2], 3: [0, 1, 2]}[len(every)]
+    number = item.number if item.number in numbers else None
+    if number is None:
+        return None
+    planting = every[numbers.index(number)]
+    started = time.perf_counter()
+    report = ladder.check(planting.pair(base))
+    first, diagnosis = report.first_difference, report.diagnosis
+    module = first.module if first is not None else ""
+    named = getattr(diagnosis, "kind", "")
+    return Planted(
+        kind=kind.name,
+        base=kind.base,
+        place=planting.place,
+        number=number,
+        detected=not report.passed,
+        located=not report.passed and locates(module, planting.shows),
+        named=not report.passed and named in NAMES.get(kind.name, ()),
+        rung=report.failed[0].name if report.failed else "",
+        module=module,
+        diagnosis=named,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def kind_named(name: str) -> Kind:
+    """Raises KeyError."""
+    return {kind.name: kind for kind in KINDS}[name]
+
+
+def locates(found: str, shows: Sequence[str]) -> bool:
+    """Whether a name that the harness gave is that of one of these places.
+
+    A tensor's name is as good as its module's, and the other way round; a module inside or around is not.
+    """
+    name = _module(found.split(",", maxsplit=1)[0].split(" (", maxsplit=1)[0])
+    return any(name == _module(place) for place in shows)
+
+
+def _module(name: str) -> str:
+    name = name.split("[", maxsplit=1)[0].split("#", maxsplit=1)[0]
+    head, _, last = name.rpartition(".")
+    return head if last in TENSORS else name
+
+
+def _failed(item: _Item, why: str) -> Planted:
+    kind = kind_named(item.kind)
+    return Planted(
+        kind=kind.name,
+        base=kind.base,
+        place="",
+        number=item.number,
+        detected=True,
+        located=False,
+        named=False,
+        rung=why,
+    )

@@ -1,0 +1,107 @@
+"""The programs that a pair's port is traced to: two sources with the same programs compute the same.
+
+A program is a jaxpr, written out, with the values of its constants: forward and backward without and with dropout masks
+handed in, the drawing of masks, decoding, each in every precision.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from parity.capture_flax import FlaxRunner
+from parity.pair import Inputs, Pair, Precision
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+|\bid=\d+")
+
+Programs = dict[str, str]
+"""What is run -> a digest of its program."""
+
+
+def programs(pair: Pair, *, seed: int = 0) -> Programs:
+    """Every program of the port on the pair's first batch; on its hard inputs the forward and backward pass in float64.
+
+    Raises what the model raises.
+    """
+    found = {}
+    for precision in get_args(Precision):
+        runner = FlaxRunner(pair.port, precision=precision)
+        batches = {"batch": pair.batches(seed=seed)[0]}
+        if precision == "float64" and pair.adversarial is not None:
+            batches |= pair.adversarial(seed)
+        for name, inputs in batches.items():
+            with runner.numerics():
+                traced = _Traced(runner, inputs, seed)
+                what = ["forward and backward", *(["masks", "dropout", "decoding"] if name == "batch" else [])]
+                if precision == "float64" and name == "batch" and pair.port.initial is not None:
+                    found["initial values"] = _digest(jax.make_jaxpr(lambda: pair.port.initial(seed))())
+                for each in what:
+                    program = traced.of(each)
+                    if program is not None:
+                        found[f"{each}, {name}, {precision}"] = _digest(program)
+    return found
+
+
+class _Traced:
+    """Programs of one batch in one precision."""
+
+    def __init__(self, runner: FlaxRunner, inputs: Inputs, seed: int):
+        self.runner, self.side, self.seed = runner, runner.side, seed
+        zeros = {name: np.zeros(spec.shape, np.float32) for name, spec in runner.specs().items()}
+        arrays, trained = runner.cast(zeros), runner.trained()
+        self.fixed = {name: array for name, array in arrays.items() if name not in trained}
+        self.arrays = {name: array for name, array in arrays.items() if name in trained}
+        self.given = runner.inputs(inputs)
+
+    def of(self, what: str) -> Any:
+        """The jaxpr; None where the side does not bring it."""
+        side, given = self.side, self.given
+        model = self.runner.merged(self.arrays | self.fixed)
+
+        def draw() -> Any:
+            assert side.draw_dropout is not None
+            return side.draw_dropout(model, given, self.seed)
+
+        if what == "forward and backward":
+            return self._both(lambda module, masks: side.call(module, given), ())
+        if what == "masks":
+            return None if side.draw_dropout is None else jax.make_jaxpr(draw)()
+        if what == "dropout":
+            if side.draw_dropout is None or side.call_with_dropout is None:
+                return None
+            call = side.call_with_dropout
+            return self._both(lambda module, masks: call(module, given, masks), jax.eval_shape(draw))
+        decode = side.decode
+        if decode is None:
+            return None
+        return jax.make_jaxpr(lambda t: decode(self.runner.merged(dict(t) | self.fixed), given))(self.arrays)
+
+    def _both(self, call: Callable[[Any, Any], Any], masks: Any) -> Any:
+        def loss(trained: Any, masks: Any) -> Any:
+            output = call(self.runner.merged(dict(trained) | self.fixed), masks)
+            value = jax.tree.leaves(output)[0].sum() if self.side.loss is None else self.side.loss(output, self.given)
+            return (value[0] / value[1] if isinstance(value, tuple) else value), output
+
+        return jax.make_jaxpr(jax.value_and_grad(loss, has_aux=True))(self.arrays, masks)
+
+
+def _digest(program: Any) -> str:
+    digest = hashlib.sha256(_ADDRESS.sub("", str(program)).encode())
+    for constant in _constants(program):
+        digest.update(np.asarray(constant).tobytes())
+    return digest.hexdigest()
+
+
+def _constants(program: Any) -> Iterator[Any]:
+    """Of a closed jaxpr and of those inside it; text shows only their shapes."""
+    for constant in getattr(program, "consts", ()):
+        if hasattr(constant, "dtype") and not jnp.issubdtype(constant.dtype, jax.dtypes.extended):
+            yield constant
+    for equation in getattr(getattr(program, "jaxpr", program), "eqns", ()):
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                yield from _constants(value)
