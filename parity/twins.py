@@ -17,7 +17,13 @@ import torch
 import flax_transformer
 import torch_reference
 from flax_transformer.decoding import greedy as jax_greedy
-from flax_transformer.parameters import abstract_model, initial_parameters, parameters, with_parameters
+from flax_transformer.parameters import (
+    abstract_model,
+    initial_parameters,
+    parameter_shapes,
+    parameters,
+    with_parameters,
+)
 from parity.compilation import jit
 from parity.pair import Inputs, Pair, Precision, Side, Training
 from parity.weights.twins import twin_mapping
@@ -239,7 +245,9 @@ def _port_sites(config: TransformerConfig, shapes: tuple[tuple[int, ...], ...], 
     model = abstract_model(config)
     ids = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     jax.eval_shape(
-        lambda params, src, tgt: with_parameters(model, params)(src, tgt, dropout=recorder), parameters(model), *ids
+        lambda params, src, tgt: with_parameters(model, params)(src, tgt, dropout=recorder),
+        parameter_shapes(config),
+        *ids,
     )
 
 
