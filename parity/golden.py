@@ -138,11 +138,19 @@ class Golden:
         if precision != "float64" or any(other.values()):
             raise NotComparedError(f"the golden file holds no such run of the reference ({precision})")
         self._expect_weights(weights)
+        return self._trace(self._run(inputs))
+
+    def valid(self, inputs: Inputs) -> np.ndarray | None:
+        """Which leading positions of an output count in the recorded run of these inputs; None for all."""
+        return self._tensors.get(f"{self._run(inputs)['key']}/valid")
+
+    def _run(self, inputs: Inputs) -> Mapping[str, Any]:
         runs = [*zip(self.batches, self._description["batches"], strict=True)]
         runs += [(self.cases[name], run) for name, run in self._description["cases"].items()]
         for recorded, run in runs:
             if _same(recorded, inputs):
-                return self._trace(run)
+                found: Mapping[str, Any] = run
+                return found
         raise NotComparedError("the golden file holds no run of the reference on these inputs")
 
     def float32(self, batch: int, draw: int | None) -> Float32:

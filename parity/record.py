@@ -71,7 +71,7 @@ class _Book:
 
     def add_batch(self, number: int, inputs: Inputs, runs: Runs, *, draws: int) -> None:
         exact, narrow = (self._trace(inputs, runs, precision, self.weights) for precision in GATES)
-        run = self._add_run(f"batch {number + 1}", inputs, exact)
+        run = self._add_run(f"batch {number + 1}", inputs, exact, runs.valid(inputs))
         run["float32"] = list(exact.everything)
         self._add_float32(f"{run['key']}/float32/base", runs, narrow, exact)
         for draw in range(draws):
@@ -81,17 +81,21 @@ class _Book:
         self.batches.append(run)
 
     def add_case(self, name: str, inputs: Inputs, runs: Runs) -> None:
+        inputs = runs.of_part(inputs)
         trace = self._trace(inputs, runs, "float64", self.weights)
-        self.cases[name] = self._add_run(f"hard inputs, {name.replace('/', ' ')}", inputs, trace)
+        self.cases[name] = self._add_run(f"hard inputs, {name.replace('/', ' ')}", inputs, trace, runs.valid(inputs))
 
     def _trace(self, inputs: Inputs, runs: Runs, precision: Precision, weights: Mapping[str, np.ndarray]) -> Trace:
         # Not runs.run_reference, which turns axes into the order of the port: the check will do that.
-        trace: Trace = runs.reference_runner.trace(inputs, weights=weights, precision=precision)
+        options = {"weights": weights, "precision": precision, "valid": runs.valid(inputs)}
+        trace: Trace = runs.reference_runner.trace(inputs, **options)
         return trace
 
-    def _add_run(self, key: str, inputs: Inputs, trace: Trace) -> dict[str, Any]:
+    def _add_run(self, key: str, inputs: Inputs, trace: Trace, valid: np.ndarray | None) -> dict[str, Any]:
         fields, left_out = kept(trace, self.modules)
-        fields["inputs"] = {name: np.asarray(array) for name, array in inputs.items()}
+        fields["inputs"] = dict(_arrays(inputs))
+        if valid is not None:
+            self.tensors[f"{key}/valid"] = valid
         self.captured = self.captured or bool(fields["outputs"]) or not trace.outputs
         for field, arrays in fields.items():
             self.tensors |= {f"{key}/{field}/{name}": array for name, array in arrays.items()}
@@ -132,6 +136,14 @@ class _Book:
         for name, array in self.tensors.items():
             sizes[_part(name)] += array.nbytes
         return dict(sizes)
+
+
+def _arrays(inputs: Inputs) -> Iterator[tuple[str, np.ndarray]]:
+    for name, value in inputs.items():
+        array = np.asarray(value)
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"expected inputs of a golden file to be arrays, got {name}: {type(value).__name__}")
+        yield name, array
 
 
 def _part(name: str) -> str:

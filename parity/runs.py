@@ -30,7 +30,7 @@ class Runs(Sides):
     def __init__(self, pair: Pair, *, seed: int = 0, golden: Any = None):
         super().__init__(pair, seed=seed, golden=golden)
         self.batches: tuple[Inputs, ...] = (
-            golden.batches if golden is not None else tuple(self._of_part(b) for b in pair.batches(seed=seed))
+            golden.batches if golden is not None else tuple(self.of_part(b) for b in pair.batches(seed=seed))
         )
         self.redrawn: set[str] = set()
         """Tensors that further runs of the reference judged; see FLOAT32_DRAWS."""
@@ -67,8 +67,10 @@ class Runs(Sides):
         by itself.
         """
         weights = self.weights if weights is None else weights
-        inputs, valid = self._of_part(inputs), self.valid(inputs)
-        options = {"training": training, "masks": masks, "valid": valid, "seed": seed} if self.golden is None else {}
+        inputs, valid = self.of_part(inputs), self.valid(inputs)
+        options: dict[str, Any] = {"training": training or masks is not None}
+        if self.golden is None:
+            options |= {"training": training, "masks": masks, "valid": valid, "seed": seed}
         trace = self.reference_runner.trace(inputs, weights=weights, precision=precision, **options)
         trace = trace if self.pair.port is None else self.layouts.apply(trace)
         return trace if valid is None else selected(trace, valid)
@@ -88,7 +90,7 @@ class Runs(Sides):
     ) -> Trace:
         """A run that is not kept; `weights` by the port's names, `masks` by the sites' names in the reference."""
         weights = self.port_weights if weights is None else weights
-        inputs, valid = self._of_part(inputs), self.valid(inputs)
+        inputs, valid = self.of_part(inputs), self.valid(inputs)
         trace = self.port_runner(precision).trace(
             inputs,
             weights=weights,
@@ -133,7 +135,7 @@ class Runs(Sides):
 
         For the pair's batch of this number, or for other inputs.
         """
-        given = self.batches[batch] if inputs is None else self._of_part(inputs)
+        given = self.batches[batch] if inputs is None else self.of_part(inputs)
         if side == "reference":
             return dict(self.live_reference().draw_masks(given, seed, weights=self.weights))
         if side != "port":

@@ -153,14 +153,18 @@ class Sides:
         if lacking:
             raise NotComparedError(f"the pair's {' and '.join(lacking)} brings no {what}")
 
-    def _of_part(self, inputs: Inputs) -> Inputs:
+    def of_part(self, inputs: Inputs) -> Inputs:
+        """What the part is given where the whole model is given this; the same where there is no part."""
         if not self.whole.part or self.golden is not None or isinstance(inputs, PartInputs):
             return inputs
         return self._replay(inputs)
 
     def valid(self, inputs: Inputs) -> np.ndarray | None:
         """Which leading positions of an output count, by `Pair.valid`; None for all."""
-        if self.pair.valid is None or self.golden is not None:
+        if self.golden is not None:
+            recorded: np.ndarray | None = self.golden.valid(inputs)
+            return recorded
+        if self.pair.valid is None:
             return None
         whole = inputs.whole if isinstance(inputs, PartInputs) else inputs
         return np.asarray(self.pair.valid(whole), bool)

@@ -11,16 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parity import ladder
 from parity.golden import HEADER, Golden, GoldenError, pack, unpack
-from parity.pair import Pair
+from parity.pair import Pair, Side
 from parity.record import record
 from parity.rungs import NotComparedError
 from parity.runs import Runs
 from parity.user_file import load_pair
+from parity.weights.biases import SumBiases
+from parity.weights.mapping import Rule, WeightMapping
+from parity.weights.rules import Transpose
 
 # The reference fuses what the port keeps apart, so that errors of gradients must be told for each piece; and it has two
 # biases where the port has one.
@@ -252,6 +256,34 @@ def test_weights_that_the_port_cannot_hold_must_be_recorded_with_it(pair: Pair, 
     report = ladder.check(pair, rungs=("weights", "forward"), golden=Golden.read(tmp_path / "alone.golden"))
     assert not report.passed
     assert "record it again, with the port at hand" in report.rung("forward").skipped
+
+
+def test_positions_that_do_not_count_are_recorded(pair: Pair, tmp_path: Path) -> None:
+    """The last row of the port's output is another; without a loss, gradients are those of the rows that count."""
+
+    def call(module: Any, inputs: Any) -> Any:
+        out = module(inputs["x"])["out"]
+        return {"out": out.at[3].add(1.0)}
+
+    port = dataclasses.replace(pair.port, call=call, loss=None)
+    padded = dataclasses.replace(pair, port=port, reference=dataclasses.replace(pair.reference, loss=None))
+    rungs = ("weights", "forward", "gradients")
+    for name, valid in (("some", lambda inputs: np.arange(4) < 3), ("all", None)):
+        path = tmp_path / f"{name}.golden"
+        record(dataclasses.replace(padded, valid=valid), path, draws=0, hard=False)
+        report = ladder.check(padded, rungs=rungs, golden=Golden.read(path))
+        assert report.passed == (valid is not None)
+
+
+def test_a_part_is_recorded_with_what_it_is_given(pair: Pair, tmp_path: Path) -> None:
+    rules = [Rule("weight", "kernel", (Transpose(),)), Rule(("bias", "more"), "bias", (SumBiases(),))]
+    port = Side(build=lambda: nnx.Linear(5, 7, rngs=nnx.Rngs(0)))
+    part = dataclasses.replace(pair, part="embed", port=port, mapping=WeightMapping(rules))
+    record(part, tmp_path / "part.golden", draws=0, hard=False)
+    golden = Golden.read(tmp_path / "part.golden")
+    report = ladder.check(part, rungs=("weights", "forward", "gradients"), golden=golden)
+    assert report.passed, report.rungs
+    assert golden.trained() == {"weight", "bias", "more"}
 
 
 def test_what_is_there_is_not_overwritten_unasked(pair: Pair, tmp_path: Path) -> None:
