@@ -174,7 +174,8 @@ def selftest(
         from parity import selftest as tests
     except ImportError as error:
         raise UsageError(f"expected torch and jax to be installed, got {error}") from error
-    return int(tests.run(quick=quick, json_file=json_file, seed=seed, workers=workers))
+    workers = os.cpu_count() or 1 if workers is None else workers
+    return tests.run(quick=quick, json_file=json_file, seed=seed, workers=workers)
 
 
 def convert(
