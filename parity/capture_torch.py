@@ -260,7 +260,8 @@ def _settings(module: torch.nn.Module, *, seed: int, training: bool, fast_path: 
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     try:
-        with torch.random.fork_rng():
+        device = device_of(module)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             yield
     finally:

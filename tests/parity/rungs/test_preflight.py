@@ -1,5 +1,7 @@
 """Rung 1: what is in force is measured, and a side that differs from itself is named."""
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +13,9 @@ from flax import nnx
 from parity.capture_flax import FlaxRunner
 from parity.capture_torch import TorchRunner
 from parity.compare import Comparison
-from parity.pair import Pair, Side
+from parity.golden import Golden
+from parity.pair import Pair
+from parity.record import record
 from parity.rungs import Outcome, preflight
 from parity.runs import Runs
 
@@ -195,20 +199,11 @@ def test_different_devices_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_against_a_golden_file_only_the_port_is_looked_at() -> None:
-    class Recorded:
-        """Stands for a golden file: whatever is asked of a live reference is an error."""
-
-        batches = (X,)
-
-        def __init__(self) -> None:
-            self.runner = TorchRunner(Side(build=Reference))
-            self.weights, self.facts, self.trained = self.runner.weights, self.runner.facts, self.runner.trained
-
-        def trace(self, inputs: Any, *, weights: Any, precision: Any) -> Any:
-            return self.runner.trace(inputs, weights=weights, precision=precision)
-
-    outcome = preflight.climb(Runs(Pair(port=Port, inputs=X), golden=Recorded()))
+def test_against_a_golden_file_only_the_port_is_looked_at(tmp_path: Path) -> None:
+    pair = Pair(reference=Reference, port=Port, inputs=X)
+    record(pair, tmp_path / "small.golden", draws=0, hard=False)
+    runs = Runs(dataclasses.replace(pair, reference=None), golden=Golden.read(tmp_path / "small.golden"))
+    outcome = preflight.climb(runs)
     assert all(section.passed for section in outcome.sections)
     assert outcome.evidence["precision"] == {"port": "float32"}
     assert not any("torch" in name or "reference" in name for name in by_tensor(outcome))
