@@ -106,11 +106,7 @@ class TorchRunner:
             outputs=outputs,
             results={name: to_numpy(tensor) for name, tensor in results.items()},
             loss=to_numpy(loss),
-            gradients={
-                name: np.zeros(tuple(p.shape), to_numpy(p).dtype) if p.grad is None else to_numpy(p.grad).copy()
-                for name, p in module.named_parameters()
-                if p.requires_grad
-            },
+            gradients=_gradients_of(module),
             buffers=buffers,
             summed=sums.summed(),
             narrow=narrow,
@@ -218,6 +214,15 @@ class TorchRunner:
             weight = torch.from_numpy(projection(name, tuple(counted.shape)))
             terms.append((counted * weight.to(counted.device, counted.dtype)).sum())
         return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
+
+
+def _gradients_of(module: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Of every trained parameter; zeros where the backward pass did not reach it."""
+    return {
+        name: np.zeros(tuple(p.shape), to_numpy(p).dtype) if p.grad is None else to_numpy(p.grad).copy()
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    }
 
 
 def _by_parameter(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:

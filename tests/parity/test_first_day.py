@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from torch.nn import functional
 
-from parity.compare import Comparison
 from parity.locate import follow
 from parity.pair import Pair
 from parity.rungs import Outcome, forward, gradients
 from parity.runs import Runs
-from parity.tolerances import FLOAT64_RELATIVE
 from parity.trace import call_of
 
 RNG = np.random.default_rng(0)
@@ -45,26 +42,6 @@ class Layer(torch.nn.Module):
         return torch.tanh(self.lin(x)) * scale if mask is None else torch.tanh(self.lin(x)).where(mask, 0.0)
 
 
-class Whole(torch.nn.Module):
-    """An encoder of two layers and a decoder of which no port exists."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Linear(5, 5)
-        self.encoder = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Layer(), Layer()])})
-        self.layer = Layer()
-        self.never = Layer()
-        self.decoder = torch.nn.GRU(5, 6)
-
-    def forward(self, x: Any) -> Any:
-        x = self.embed(x)
-        mask = x > 0
-        for layer in self.encoder["layers"]:
-            x = layer(x, mask=mask, scale=2.0)
-        x = self.layer(x, None, scale=0.5, flag=True)
-        return self.decoder(x)[0]
-
-
 class FlaxLayer(nnx.Module):
     factor = 1.0
 
@@ -80,56 +57,6 @@ class FlaxLayer(nnx.Module):
 
 class FlaxLayerOffByABillionth(FlaxLayer):
     factor = 1.0 + 1e-9
-
-
-def part_pair(part: str, port: Any = FlaxLayer, **changes: Any) -> Pair:
-    return Pair(reference=Whole, port=lambda: port(nnx.Rngs(0)), inputs=X, part=part, **changes)
-
-
-@pytest.mark.parametrize("part", ["layer", "encoder.layers.1"])
-def test_only_a_part_is_ported_and_both_are_given_what_the_reference_gives_it(part: str) -> None:
-    runs, found, passed = climb(part_pair(part))
-    assert passed, failures(found)
-    (batch,) = runs.batches
-    assert list(batch) == ["x", "mask", "scale"], "what only repeats a default at the end is left out"
-    assert runs.reference("float64").outputs.keys() == {"lin"}
-    assert runs.reference("float64").results["output"].shape == (3, 4, 5)
-    # Hard inputs of the whole model lead to the part too.
-    other = {"x": np.zeros((1, 2, 5))}
-    assert runs.run_port(other, "float64").results["output"].shape == (1, 2, 5)
-    expected = runs.run_reference(other, "float64").results["output"]
-    np.testing.assert_allclose(runs.run_port(other, "float64").results["output"], expected, rtol=1e-12)
-
-
-def test_a_fault_in_the_part_is_found() -> None:
-    _, found, passed = climb(part_pair("layer", FlaxLayerOffByABillionth))
-    assert not passed
-    assert failures(found)[:1] == ["output"]
-
-
-def test_weights_of_the_whole_model_fill_the_part() -> None:
-    weights = {name: RNG.normal(size=p.shape).astype(np.float32) for name, p in Whole().named_parameters()}
-    runs = Runs(part_pair("layer", weights=weights))
-    np.testing.assert_array_equal(runs.port_weights["lin.bias"], weights["layer.lin.bias"])
-    whole = Whole().double()
-    whole.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
-    given: list[Any] = []
-    whole.layer.register_forward_pre_hook(lambda module, args: given.append(args[0]))
-    whole(torch.tensor(X["x"]))
-    np.testing.assert_allclose(runs.batches[0]["x"], given[0].detach().numpy(), rtol=1e-12)
-    assert climb(part_pair("layer", weights=weights))[2]
-
-
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ("encodre", r"expected part to be a submodule of the reference \(embed, encoder, .*got 'encodre'"),
-        ("never", "expected the reference to call its submodule 'never', got no call"),
-    ],
-)
-def test_a_part_that_is_not_there_or_not_called_is_an_error(part: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Runs(part_pair(part))
 
 
 class Boxes(torch.nn.Module):
@@ -342,120 +269,6 @@ def test_a_root_that_differs_is_found_where_all_its_modules_are_equal() -> None:
     located = follow(port, reference, names=runs.comparable(reference, port))
     assert located is not None
     assert located.call == "", "the model itself"
-
-
-class Attention(torch.nn.Module):
-    """Casts where it is told to."""
-
-    def __init__(self, cast: bool = False) -> None:
-        super().__init__()
-        self.cast = cast
-        self.before = torch.nn.Linear(5, 5)
-        self.attend = Softmax(cast)
-        self.after = torch.nn.Linear(5, 2)
-
-    def forward(self, x: Any) -> Any:
-        return self.after(self.attend(self.before(x)))
-
-
-class Softmax(torch.nn.Module):
-    def __init__(self, cast: bool) -> None:
-        super().__init__()
-        self.cast = cast
-
-    def forward(self, x: Any) -> Any:
-        scores = x @ x.mT
-        return functional.softmax(scores, -1, dtype=torch.float32 if self.cast else None).to(x.dtype) @ x
-
-
-class FlaxAttention(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, *, cast: bool, error: float = 0.0):
-        self.before = nnx.Linear(5, 5, rngs=rngs)
-        self.attend = FlaxSoftmax(cast, error)
-        self.after = nnx.Linear(5, 2, rngs=rngs)
-
-    def __call__(self, x: Any) -> Any:
-        return self.after(self.attend(self.before(x)))
-
-
-class FlaxSoftmax(nnx.Module):
-    def __init__(self, cast: bool, error: float):
-        self.cast = cast
-        self.error = error
-
-    def __call__(self, x: Any) -> Any:
-        scores = (x @ x.mT) * (1 + self.error)
-        wanted = jnp.float32 if self.cast else x.dtype
-        return jax.nn.softmax(scores.astype(wanted)).astype(x.dtype) @ x
-
-
-def casting(*, reference: bool, port: bool, error: float = 0.0) -> Pair:
-    return Pair(
-        reference=lambda: Attention(reference),
-        port=lambda: FlaxAttention(nnx.Rngs(0), cast=port, error=error),
-        inputs=X,
-    )
-
-
-@pytest.mark.parametrize(("reference", "port", "side"), [(False, True, "port"), (True, False, "reference")])
-def test_float64_ends_at_a_module_that_casts_and_float32_judges_from_there(
-    reference: bool, port: bool, side: str
-) -> None:
-    runs, found, passed = climb(casting(reference=reference, port=port))
-    assert passed, failures(found)
-    (note,) = [note for note in found.notes if "float64 ends" in note]
-    assert note.startswith(f"float64 ends at attend of the {side} (test_first_day.py:")
-    bounds = _bounds(found)
-    assert bounds["before"] == FLOAT64_RELATIVE
-    assert all(bounds[name] > 1e-7 for name in ("attend", "after", "output"))
-    assert min(runs.float64_gradient_bounds(0).values()) > 1e-7
-    assert _errors(found)["attend"] > FLOAT64_RELATIVE, "without the rule it would have failed"
-
-
-def _bounds(outcome: Outcome) -> dict[str, float]:
-    return {c.tensor: c.bound for c in _exact(outcome)}
-
-
-def _errors(outcome: Outcome) -> dict[str, float]:
-    return {c.tensor: c.error for c in _exact(outcome)}
-
-
-def _exact(outcome: Outcome) -> tuple[Comparison, ...]:
-    return outcome.sections[0].comparisons
-
-
-def test_a_fault_beyond_float32_is_found_where_float64_has_ended() -> None:
-    runs, found, passed = climb(casting(reference=False, port=True, error=1e-4))
-    assert not passed
-    assert failures(found)[:1] == ["attend"]
-    assert runs.float64_ends(0) is not None
-
-
-def test_a_fault_before_the_cast_is_judged_by_float64() -> None:
-    pair = casting(reference=False, port=True)
-
-    def build() -> nnx.Module:
-        module = FlaxAttention(nnx.Rngs(0), cast=True)
-        module.before = OffLinear(5, 5, rngs=nnx.Rngs(0))
-        return module
-
-    _, found, passed = climb(dataclasses.replace(pair, port=build))
-    assert not passed
-    assert failures(found)[0] == "before"
-
-
-class OffLinear(nnx.Linear):
-    def __call__(self, inputs: Any, out_sharding: Any = None) -> Any:
-        return super().__call__(inputs) * (1 + 1e-9)
-
-
-def test_float64_does_not_end_where_nobody_casts() -> None:
-    runs, found, passed = climb(casting(reference=False, port=False))
-    assert passed
-    assert runs.float64_ends(0) is None
-    assert runs.float64_bounds(0) == {}
-    assert runs.float64_gradient_bounds(0) == {}
-    assert not any("float64 ends" in note for note in found.notes)
 
 
 VALID = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]], bool)
