@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/demo
 
-.PHONY: demo test lint install clean
+.PHONY: demo test selftest lint install clean
 
 demo: install
 	$(BIN)/python -m train run demo --run-dir $(RUN)
@@ -15,6 +15,10 @@ demo: install
 test: install
 	CHECK_TORCH_SHAPES=1 $(BIN)/python -m pytest -n 2 tests/torch_reference
 	$(BIN)/python -m pytest -n 2
+
+# Plants known porting bugs and blind mutations, and checks clean pairs: the quick part of `python -m parity selftest`.
+selftest: install
+	$(BIN)/python -m parity selftest --quick --json runs/selftest.json
 
 lint: install
 	$(BIN)/ruff check .

@@ -33,7 +33,7 @@ from parity.rungs import (
 )
 from parity.runs import Runs
 from parity.tree import Node, tree
-from parity.weights.mapping import MappingError
+from parity.weights.problems import MappingError
 
 RUNGS: tuple[tuple[str, ModuleType, str], ...] = (
     ("preflight", preflight, "environment, precision in force, repeatability"),

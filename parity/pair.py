@@ -93,15 +93,16 @@ class Side:
         """The builder's parameter for random numbers: `rngs` (an nnx.Rngs) or `seed` (an integer)."""
         return next((p.name for p in self._builder_parameters() if p.name in SEEDS), None)
 
-    def module(self, precision: Precision, *, seed: int | None = None) -> Any:
+    def module(self, precision: Precision, *, seed: Any = None) -> Any:
         """Builds the module, handing on the precision if the builder takes one. The cast is up to the caller.
 
-        `seed` goes to the builder's parameter for it, if there is one; where that has no default, None means 0.
+        `seed`, an integer or a jax key, goes to the builder's parameter for it, if there is one; where that has no
+        default, None means 0.
         """
         given: dict[str, Any] = {}
         for parameter in self._builder_parameters():
             if parameter.name in SEEDS and (seed is not None or parameter.default is parameter.empty):
-                given[parameter.name] = _random_numbers(parameter.name, seed or 0)
+                given[parameter.name] = _random_numbers(parameter.name, 0 if seed is None else seed)
         takes = self._precision_parameter()
         if takes is not None and takes.kind is takes.POSITIONAL_ONLY:
             return self.build(precision, **given)
@@ -116,7 +117,7 @@ class Side:
         # Of a class its constructor's, without `self`: nnx's metaclass shows (*args, **kwargs).
         of_class = isinstance(self.build, type)
         try:
-            signature = inspect.signature(self.build.__init__ if of_class else self.build)  # type: ignore[misc]
+            signature = inspect.signature(self.build.__init__ if of_class else self.build)
         except ValueError:  # a class written in C has no signature
             return ()
         return tuple(signature.parameters.values())[1 if of_class else 0 :]
@@ -207,7 +208,7 @@ class Pair:
         return tuple({name: np.asarray(array) for name, array in batch.items()} for batch in every)
 
 
-def _random_numbers(name: str, seed: int) -> Any:
+def _random_numbers(name: str, seed: Any) -> Any:
     if name == "seed":
         return seed
     from flax import nnx

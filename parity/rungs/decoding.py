@@ -83,9 +83,11 @@ def _reference(runs: Runs, inputs: Inputs, weights: Weights) -> dict[str, np.nda
 
 def _port(runs: Runs, inputs: Inputs, weights: Weights) -> dict[str, np.ndarray]:
     runner = runs.port_runner("float64")
-    decode = jit(lambda arrays, given: _named(runner.side.decode(runner.merged(arrays), given)), precision="float64")
+    decode = runner.side.decode
+    assert decode is not None  # expect_both has seen it
+    compiled = jit(lambda arrays, given: _named(decode(runner.merged(arrays), given)), precision="float64")
     with runner.numerics():
-        decoded = decode(runner.cast(runs.to_port(weights)), runner.inputs(inputs))
+        decoded = compiled(runner.cast(runs.to_port(weights)), runner.inputs(inputs))
         return {name: np.asarray(array) for name, array in decoded.items()}
 
 

@@ -24,7 +24,8 @@ from parity.trace import Trace
 
 def climb(runs: Runs) -> Outcome:
     """Float64, then float32 where float64 holds."""
-    exact, noise = [], []
+    exact: list[Comparison] = []
+    noise: list[Comparison] = []
     for number in range(len(runs.batches)):
         zero, summed = runs.zero_gradients(number), runs.summed(number)
         answer, port = runs.reference_gradients(number), runs.port("float64", number).gradients

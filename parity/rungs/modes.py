@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from parity.compilation import jit
 from parity.compare import relative_error
+from parity.compilation import jit
 from parity.pair import Inputs
 from parity.rungs import Outcome, Section, float32, section
 from parity.rungs.forward import compare_all

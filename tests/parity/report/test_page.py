@@ -1,5 +1,6 @@
 """The page in a real browser: nothing fetched, no error, every section, no overflow, at both widths and in the dark."""
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ DESKTOP, PHONE = 1280, 390
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Page]:
     if EXECUTABLE is None:
+        if os.environ.get("REQUIRE_CHROMIUM") == "1":
+            pytest.fail("no Chromium is installed")
         pytest.skip("no Chromium is installed")
     with browsing() as page:
         yield page
