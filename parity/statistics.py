@@ -11,7 +11,7 @@ from statistics import NormalDist
 import numpy as np
 
 KOLMOGOROV = 2.17
-"""P(D > d) <= 2.17 exp(-n d²) for two samples of n each, whatever n >= 4 (Wei and Dudley 2012)."""
+"""P(D > d) <= 2.17 exp(-2 d² n m / (n + m)) for two samples of n and m (Wei and Dudley 2012: proven for n = m >= 4)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,16 +78,40 @@ def shape_test(expected: np.ndarray, found: np.ndarray, *, false_alarm: float) -
 
 def distribution_test(expected: np.ndarray, found: np.ndarray, *, false_alarm: float) -> Verdict:
     """Kolmogorov and Smirnov: the largest distance between the two empirical distribution functions."""
-    size = min(expected.size, found.size)
-    a, b = np.sort(_evenly(expected, size)), np.sort(_evenly(found, size))
+    a, b = np.sort(expected), np.sort(found)
     at = np.concatenate([a, b])
-    distances = np.abs(np.searchsorted(a, at, side="right") - np.searchsorted(b, at, side="right")) / size
-    limit = kolmogorov_limit(size, false_alarm=false_alarm)
+    distances = np.abs(np.searchsorted(a, at, side="right") / a.size - np.searchsorted(b, at, side="right") / b.size)
+    limit = kolmogorov_limit(a.size, b.size, false_alarm=false_alarm)
     distance = float(distances.max())
     return Verdict(
         test="distribution",
         share=_share(distance, limit),
         detail=f"distance of the distributions: {distance:.3f}; seen from {limit:.3f} on",
+    )
+
+
+def range_test(expected: np.ndarray, found: np.ndarray, *, false_alarm: float) -> Verdict:
+    """How many values of one sample are beyond all values of the other: of any number, and of any distribution.
+
+    That the k largest and the l smallest of all n + m values are among the n has the probability
+    n (n - 1) ... / ((n + m) (n + m - 1) ...), with k + l factors each, and k + l has k + l + 1 ways to come about.
+    """
+    worst = max(
+        (
+            (_log_beyond(a, b), int(np.count_nonzero((a < b.min()) | (a > b.max()))), name)
+            for a, b, name in (
+                (found, expected, "found"),
+                (expected, found, "expected"),
+            )
+        ),
+        key=lambda one: -one[0],
+    )
+    surprise, count, name = worst
+    other = "expected" if name == "found" else "found"
+    return Verdict(
+        test="range",
+        share=surprise / math.log(false_alarm / 2.0),
+        detail=f"{count} values {name} beyond every one {other}",
     )
 
 
@@ -102,9 +126,17 @@ def share_test(kept: int, size: int, *, expected: float, false_alarm: float) -> 
     )
 
 
-def kolmogorov_limit(size: int, *, false_alarm: float) -> float:
-    """The distance of two samples of this size that is exceeded with at most this probability."""
-    return math.sqrt(math.log(KOLMOGOROV / false_alarm) / size)
+def kolmogorov_limit(first: int, second: int, *, false_alarm: float) -> float:
+    """The distance of two samples of these sizes that is exceeded with at most this probability."""
+    return math.sqrt(math.log(KOLMOGOROV / false_alarm) * (first + second) / (2.0 * first * second))
+
+
+def normal_distance(factor: float) -> float:
+    """Largest distance between the distribution functions of two normal distributions, one `factor` times as wide."""
+    if factor == 1.0:
+        return 0.0
+    at = math.sqrt(2.0 * math.log(factor) / (1.0 - factor**-2.0))
+    return NormalDist().cdf(at) - NormalDist().cdf(at / factor)
 
 
 def log_variance_error(sample: np.ndarray) -> float:
@@ -130,8 +162,12 @@ def _resembles(ratio: float) -> str:
     return min(known, key=lambda name: abs(known[name] - ratio)) + "-like"
 
 
-def _evenly(sample: np.ndarray, size: int) -> np.ndarray:
-    return sample if sample.size == size else sample[np.linspace(0, sample.size - 1, size).astype(int)]
+def _log_beyond(sample: np.ndarray, other: np.ndarray) -> float:
+    """Logarithm of the probability of as many values beyond the other sample's; at most 0."""
+    beyond = int(np.count_nonzero((sample < other.min()) | (sample > other.max())))
+    size, both = sample.size, sample.size + other.size
+    factors = np.log(size - np.arange(beyond)) - np.log(both - np.arange(beyond))
+    return min(0.0, float(factors.sum()) + math.log(beyond + 1))
 
 
 def _share(difference: float, limit: float) -> float:

@@ -118,8 +118,8 @@ DROPOUT_FALSE_ALARM = 1e-6
 """The same for the tests of dropout masks."""
 
 INITIALISATION_RULE = (
-    "the worst of five statistics (mean, scale, shape, distribution, norms of rows) as a share of what chance gives "
-    f"once in {1 / INITIALISATION_FALSE_ALARM:,.0f} runs, all parameters together"
+    "the worst of six statistics (mean, scale, shape, distribution, range, norms of rows) as a share of what chance "
+    f"gives once in {1 / INITIALISATION_FALSE_ALARM:,.0f} runs, all parameters together"
 )
 INITIALISATION_FIXED_RULE = "elements with the same value in every draw: the same ones on both sides, the same value"
 TRAJECTORY_DRAWS, TRAJECTORY_RATIO = 3, 10.0

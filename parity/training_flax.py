@@ -14,6 +14,9 @@ from parity.compilation import jit
 from parity.pair import Inputs, Masks, Training
 from parity.rungs import NotComparedError
 
+MAX_AT_ONCE = 1 << 22
+"""Elements of initial parameters that are drawn in one go."""
+
 MOMENTS: Mapping[str, tuple[str, ...]] = {
     "exp_avg": ("mu",),
     "momentum_buffer": ("trace",),
@@ -100,18 +103,45 @@ class FlaxTraining:
             return {name: np.array(p, np.float64) for name, p in self.training.parameters(self.state).items()}
 
 
-def initial(runner: FlaxRunner, seed: int, names: frozenset[str]) -> dict[str, np.ndarray]:
-    """Freshly drawn parameters of the port in float32: by the side's `initial`, or by building it once more.
+class Initial:
+    """Freshly drawn parameters of the port in float32, by seed: by the side's `initial`, or by building it once more.
 
-    Raises NotComparedError for a port that is built of shapes only.
+    A builder that takes `rngs` is compiled, for many seeds at once. Raises NotComparedError for a port that is built of
+    shapes only.
     """
-    side = runner.side
-    with runner.numerics():
-        if side.initial is not None:
-            drawn = dict(side.initial(seed))
-        else:
-            state = nnx.to_flat_state(nnx.state(side.module("float32", seed=seed), nnx.Param))
-            drawn = {".".join(map(str, path)): variable.get_value() for path, variable in state}
-        if any(isinstance(array, jax.ShapeDtypeStruct) for array in drawn.values()):
-            raise NotComparedError("the port is built of shapes only, and its side brings no `initial`")
-        return {name: np.asarray(array, np.float32) for name, array in drawn.items() if name in names}
+
+    def __init__(self, runner: FlaxRunner, names: frozenset[str]):
+        self.runner, self.names = runner, names
+        elements = sum(int(np.prod(spec.shape)) for spec in runner.specs().values())
+        self._at_once = max(1, min(64, MAX_AT_ONCE // max(1, elements)))
+        self._compiled = jit(jax.vmap(self._built), precision="float64")
+        self._drawn: tuple[int, dict[str, np.ndarray]] | None = None
+
+    def __call__(self, seed: int) -> dict[str, np.ndarray]:
+        """Of this seed."""
+        with self.runner.numerics():
+            if self.runner.side.initial is None and self.runner.side.takes_seed == "rngs":
+                return self._of_many(seed)
+            initial = self.runner.side.initial
+            drawn = dict(initial(seed)) if initial is not None else self._built(seed)
+            if any(isinstance(array, jax.ShapeDtypeStruct) for array in drawn.values()):
+                raise NotComparedError("the port is built of shapes only, and its side brings no `initial`")
+            return {name: np.asarray(array, np.float32) for name, array in drawn.items() if name in self.names}
+
+    def _of_many(self, seed: int) -> dict[str, np.ndarray]:
+        number, place = divmod(seed, self._at_once)
+        if self._drawn is None or self._drawn[0] != number:
+            seeds = number * self._at_once + np.arange(self._at_once)
+            keys = jax.vmap(jax.random.key)(jnp.asarray(seeds))
+            try:
+                drawn = self._compiled(keys)
+            except Exception:  # it draws on the host, say, or decides by a value
+                each = [self._built(jax.random.key(int(seed))) for seed in seeds]
+                drawn = {name: np.stack([arrays[name] for arrays in each]) for name in each[0]}
+            self._drawn = number, {name: np.asarray(array, np.float32) for name, array in drawn.items()}
+        return {name: array[place] for name, array in self._drawn[1].items()}
+
+    def _built(self, seed: Any) -> dict[str, Any]:
+        state = nnx.to_flat_state(nnx.state(self.runner.side.module("float32", seed=seed), nnx.Param))
+        drawn = {".".join(map(str, path)): variable.get_value() for path, variable in state}
+        return {name: array for name, array in drawn.items() if name in self.names}

@@ -99,7 +99,7 @@ def train_both(runs: Runs, *, num_steps: int) -> Trajectory:
         masks = runs.draw_masks("reference", runs.seed + step, inputs=inputs)
         if step == 1:
             found.zero = _zero(runs, inputs, masks)
-        found.losses.append((reference.step(inputs, masks), port.step(inputs, masks)))
+        found.losses.append((reference.step(inputs, masks), _step(runs, port, inputs, masks)))
         after, after_there = reference.parameters(), port.parameters()
         found.rates.append(_rate(runs, reference, step))
         found.largest_changes.append(max(_distance(after[name], before[name]) for name in after))
@@ -109,6 +109,15 @@ def train_both(runs: Runs, *, num_steps: int) -> Trajectory:
         _measure(found, names.in_port_layout(after, kind="value"), after_there)
         before, before_there = after, after_there
     return found
+
+
+def _step(runs: Runs, port: Any, inputs: Inputs, masks: Masks) -> float:
+    try:
+        return float(port.step(inputs, masks))
+    except ValueError:
+        if runs.draw_masks("port", runs.seed, inputs=inputs).keys() == masks.keys():
+            raise
+        raise NotComparedError("the two do not drop out at the same places: see the rung of dropout") from None
 
 
 def judge_again(runs: Runs, found: Trajectory) -> int:

@@ -70,7 +70,7 @@ def _at_scale(got: Tensors, expected: Tensors, scale: float) -> Iterator[Compari
         detail = comparison.detail
         if not detail and not comparison.passed:
             left, wanted = global_norm(got), global_norm(expected)
-            detail = f"global norm afterwards: expected {wanted:.9g}, found {left:.9g}"
+            detail = f"global norm afterwards: expected {wanted:.12g}, found {left:.12g}"
         yield Comparison(tensor=name, error=comparison.error, bound=comparison.bound, detail=detail)
 
 

@@ -31,10 +31,13 @@ Axes = Mapping[str, frozenset[int]]
 def climb(runs: Runs) -> Outcome:
     """Raises NotComparedError if there is neither dropout nor anything else that training mode changes."""
     runs.live_reference()
-    masks = runs.draw_masks("reference", runs.seed)
+    masks, own = (runs.draw_masks(side, runs.seed) for side in ("reference", "port"))
+    sites = section("sites of dropout", "static", EXACT_RULE, _sites(masks, own))
+    if not sites.passed and (masks or own):
+        return Outcome(sections=(sites,), evidence={"masks": masks})
     reference = _training(runs, "reference", masks)
     statistics = running_statistics.changed(runs, reference)
-    if not masks and not statistics and not _drops(runs):
+    if not masks and not statistics:
         raise NotComparedError("neither side has dropout, or statistics that training mode changes")
     port = _training(runs, "port", masks)
     exact = list(_compared(runs, reference, port))
@@ -47,7 +50,7 @@ def climb(runs: Runs) -> Outcome:
         notes.append(_first_difference(runs, masks))
     if masks:
         notes += _in_force(runs, reference)
-    if masks or _drops(runs):
+        sections.append(sites)
         found, of_masks = _own_masks(runs)
         sections += found
         evidence |= of_masks
@@ -72,11 +75,6 @@ def _training(
     if side == "reference":
         return runs.run_reference(batch, precision, weights=weights, training=True, masks=given)
     return runs.run_port(batch, precision, weights=weights, tap=tap, training=True, masks=given)
-
-
-def _drops(runs: Runs) -> bool:
-    """Whether the port draws masks."""
-    return bool(runs.draw_masks("port", runs.seed))
 
 
 def _compared(runs: Runs, reference: Trace, port: Trace) -> Iterator[Comparison]:
@@ -155,7 +153,7 @@ def _own_masks(runs: Runs) -> tuple[list[Section], dict[str, Any]]:
     reference, port = sides["reference"], sides["port"]
     limit = DROPOUT_FALSE_ALARM / max(1, 6 * len(reference.sites))
     shared = {side: _shared_axes(drawn, rates, limit) for side, drawn in sides.items()}
-    sections = [section("sites of dropout", "static", EXACT_RULE, _sites(reference, port))]
+    sections = []
     shares = [c for side, drawn in sides.items() for c in _shares(side, drawn, rates, limit)]
     if shares:
         sections.append(section("each side's own masks: share kept", "statistics", SHARE_RULE, shares))
@@ -170,16 +168,16 @@ def _own_masks(runs: Runs) -> tuple[list[Section], dict[str, Any]]:
     return sections, evidence
 
 
-def _sites(reference: Drawn, port: Drawn) -> Iterator[Comparison]:
-    for name in dict.fromkeys([*reference.sites, *port.sites]):
-        theirs, ours = reference.sites.get(name), port.sites.get(name)
-        if theirs is None or ours is None:
-            which = "the port" if theirs is None else "the reference"
+def _sites(reference: Masks, port: Masks) -> Iterator[Comparison]:
+    for name in dict.fromkeys([*reference, *port]):
+        if name not in reference or name not in port:
+            which = "the port" if name in port else "the reference"
             yield Comparison(tensor=name, error=float("inf"), bound=0.0, detail=f"only {which} drops out here")
             continue
         # Channels may come last on one side.
-        same = sorted(theirs.shape) == sorted(ours.shape)
-        detail = f"expected masks of shape {theirs.shape}, found {ours.shape}"
+        expected, found = reference[name].shape, port[name].shape
+        same = sorted(expected) == sorted(found)
+        detail = f"expected masks of shape {expected}, found {found}"
         yield Comparison(tensor=name, error=0.0 if same else float("inf"), bound=0.0, detail=detail)
 
 
