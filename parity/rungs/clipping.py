@@ -18,7 +18,7 @@ from parity.training import Trained, global_norm
 
 Tensors = Mapping[str, np.ndarray]
 
-LARGE = 1e6
+LARGE = 1e9
 """Norm of the gradient that the limit is read off."""
 
 SCALES = (1e4, 10.0, 1.5, 1.0 + 1e-3, 1.0 + 1e-7, 1.0, 1.0 - 1e-7, 0.5, 1e-4, 0.0)
