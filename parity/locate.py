@@ -1,8 +1,7 @@
 """Where two runs first differ: in a module, between modules, in the backward pass only, in float32 only.
 
-Looked for twice. *Following*: the first call, in the order in which calls end, that was given the same and returned
-something else. *Handing*: every module of the port is given the reference's own inputs, so that errors do not add up
-and each fault shows by itself, several of them at once.
+For the first broken rung. Where modules are run, it is looked for twice: by following the values through, and by handing
+each module of the port the reference's own inputs (see follow.py).
 """
 
 import dataclasses
@@ -15,15 +14,15 @@ from parity import probe
 from parity.compare import Comparison, relative_error
 from parity.diagnose import CaseBuilder
 from parity.diagnose.by_rung import diagnose
-from parity.diagnose.case import Case, conventions_of, owner_of, same_ids
+from parity.diagnose.case import Case
+from parity.follow import MODEL, follow, local_differences
 from parity.pair import Inputs
 from parity.rungs import Rung
 from parity.rungs.adversarial import cases, probe_inputs
 from parity.runs import Runs
 from parity.tolerances import FLOAT64_RELATIVE
-from parity.trace import LOSS, Trace, call_of, method_of, module_of
+from parity.trace import Trace, method_of, module_of
 
-MODEL = "the model itself"
 VANISHES = 1e-3
 """A difference whose share of this reaches the model's output, or less, has vanished on the way."""
 
@@ -179,7 +178,7 @@ def follow_and_hand(
     agree = None
     if handed is not None:
         places = tuple(local_differences(handed(number), reference, cases_of, names=names, bounds=bounds))
-        agree = bool(places) and _same_place(places[0], module_of(call))
+        agree = bool(places) and _same_place(places[0], module_of(call), called=found.called)
     location = Location(
         module=module_of(call) or MODEL,
         error=found.error,
@@ -191,150 +190,10 @@ def follow_and_hand(
     return Found(location=location, case=case, called=found.called)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Followed:
-    """What following the values through finds."""
-
-    call: str
-    """Empty for the model itself."""
-    error: float
-    explanation: str = ""
-    called: bool = True
-
-
-def follow(
-    port: Trace, reference: Trace, *, names: frozenset[str], bounds: Mapping[str, float] | None = None
-) -> Followed | None:
-    """The first call, in the order in which calls end, that was given the same and returned something else.
-
-    A call that the port did not make counts as one: the outermost of them. If whatever differs was given something
-    that differs already, the fault is in the code of the module around it, at last in the model itself.
-    """
-    last_equal, first_unequal, first_error = "the start", "", 0.0
-    conventions = conventions_of(reference, port)
-    for name, expected in reference.outputs.items():
-        call = call_of(name)
-        if name not in names or (name not in port.outputs and method_of(call)):
-            continue
-        made = name in port.outputs
-        error = relative_error(port.outputs[name], expected) if made else float("inf")
-        if error <= (bounds or {}).get(name, FLOAT64_RELATIVE):
-            last_equal = call if not first_unequal else last_equal
-            continue
-        if not made:
-            return _not_made(port, reference, call, names)
-        if _given_the_same(port, reference, call, conventions, bounds or {}):
-            return Followed(call=call, error=error)
-        if not first_unequal:
-            first_unequal, first_error = call, error
-    if first_unequal:
-        between = f"between {last_equal}, the last that is equal, and {first_unequal}, which is given something else"
-        return Followed(call="", error=first_error, explanation=between)
-    for name, expected in {**reference.results, LOSS: reference.loss}.items():
-        got = port.everything.get(name)
-        error = float("inf") if got is None else relative_error(got, expected)
-        if error > (bounds or {}).get(name, FLOAT64_RELATIVE):
-            return Followed(call="", error=error, explanation=f"every module is equal, its {name} not")
-    return None
-
-
-def _not_made(port: Trace, reference: Trace, call: str, names: frozenset[str]) -> Followed:
-    """The outermost call around it that the port does not make either."""
-    made = {call_of(name) for name in port.outputs}
-    number = call.partition("#")[2]
-    outermost = call
-    path = owner_of(call)
-    while path:
-        around = f"{path}#{number}" if number else path
-        known = any(call_of(name) == around for name in reference.outputs if name in names)
-        if known and around not in made:
-            outermost = around
-        path = owner_of(path)
-    return Followed(call=outermost, error=float("inf"), explanation="the port does not call it", called=False)
-
-
-def _given_the_same(
-    port: Trace, reference: Trace, call: str, conventions: frozenset[str], bounds: Mapping[str, float]
-) -> bool:
-    for key in (key for key in reference.given if call_of(key) == call):
-        bound = max(FLOAT64_RELATIVE, bounds.get(key, 0.0))
-        if key not in port.given or relative_error(port.given[key], reference.given[key]) > bound:
-            return False
-    return same_ids(reference, port, call, conventions)
-
-
-def local_differences(
-    handed: Trace,
-    reference: Trace,
-    cases_of: CaseBuilder,
-    *,
-    names: frozenset[str],
-    bounds: Mapping[str, float] | None = None,
-) -> list[str]:
-    """Modules that differ by themselves, in the order in which their calls end.
-
-    A module does if it returns something else though it was handed the reference's inputs, and its submodules do not;
-    or if it gives one of them something else, though none before did wrong.
-    """
-    found: list[str] = []
-    wrong: set[str] = set()
-    for call in (*cases_of.calls, ""):
-        children = cases_of.children(call)
-        below = any(child in wrong for child in children)
-        own = any(
-            _returns_otherwise(handed, reference, one, names, bounds or {})
-            for one in (call, *cases_of.methods(call))
-            if one == call or call_of(one) in made_by_both(handed, reference)
-        )
-        gives = any(
-            _gives_otherwise(handed, reference, one, cases_of.conventions)
-            for one in (*children, *cases_of.methods(call))
-        )
-        if not _handed_over(handed, reference, call, cases_of.conventions):
-            own = gives = False  # it could not be given the reference's inputs: whoever gave it others is at fault
-        if (own or gives) and not below:
-            found.append(module_of(call) or MODEL)
-        if own or gives or below:
-            wrong.add(call)
-    return list(dict.fromkeys(found))
-
-
-def made_by_both(handed: Trace, reference: Trace) -> frozenset[str]:
-    """Calls that both made."""
-    return frozenset(map(call_of, handed.outputs)) & frozenset(map(call_of, reference.outputs))
-
-
-def _handed_over(handed: Trace, reference: Trace, call: str, conventions: frozenset[str]) -> bool:
-    """Whether its arrays could be replaced, and its ids, which cannot be, are the same."""
-    keys = [key for key in reference.given if call_of(key) == call]
-    return same_ids(reference, handed, call, conventions) and all(
-        key in handed.given and handed.given[key].shape == reference.given[key].shape for key in keys
-    )
-
-
-def _returns_otherwise(
-    handed: Trace, reference: Trace, call: str, names: frozenset[str], bounds: Mapping[str, float]
-) -> bool:
-    if not call:
-        pairs = [(name, handed.results.get(name), array) for name, array in reference.results.items()]
-    else:
-        own = [name for name in reference.outputs if call_of(name) == call and name in names]
-        pairs = [(name, handed.outputs.get(name), reference.outputs[name]) for name in own]
-    return any(
-        got is None or relative_error(got, expected) > bounds.get(name, FLOAT64_RELATIVE)
-        for name, got, expected in pairs
-    )
-
-
-def _gives_otherwise(handed: Trace, reference: Trace, call: str, conventions: frozenset[str]) -> bool:
-    if not same_ids(reference, handed, call, conventions):
-        return True
-    keys = [key for key in reference.given if call_of(key) == call and key in handed.given]
-    return any(relative_error(handed.given[key], reference.given[key]) > FLOAT64_RELATIVE for key in keys)
-
-
-def _same_place(one: str, other: str) -> bool:
-    return one == (other or MODEL)
+def _same_place(one: str, other: str, *, called: bool) -> bool:
+    """A module that is not called is the fault of one around it."""
+    around = one == MODEL or other.startswith(one + ".")
+    return one == (other or MODEL) or (not called and around)
 
 
 def _where(case: Case | None, call: str, found: str) -> str:
@@ -384,7 +243,10 @@ def nearest_to_the_loss(
     names: Mapping[str, str] | None = None,
 ) -> Location | None:
     """The failing parameter whose module returned last. `names`: the port's module paths -> the reference's."""
-    rank = {module_of(name): i for i, name in enumerate(reference.outputs)}
+    # By its first call: a tied table is used last of all, and its gradient differs wherever its first use does.
+    rank: dict[str, int] = {}
+    for i, name in enumerate(reference.outputs):
+        rank.setdefault(module_of(name), i)
     failed: Sequence[Comparison] = [comparison for comparison in comparisons if not comparison.passed]
     if not failed:
         return None

@@ -25,6 +25,7 @@ NOT_TRANSPOSED = kind("heads not transposed", "heads split or merged by a reshap
 NUM_HEADS = kind("number of heads", "another number of heads")
 REPEATED = kind("key/value heads repeated", "shared key/value heads repeated in another order")
 USED_TWICE = kind("projection used twice", "keys used as values, or another projection in two parts")
+FUSED = kind("fused q/k/v layout", "one projection for all three, read as other blocks")
 NO_SOFTMAX = kind("softmax missing", "scores used as weights")
 
 
@@ -34,7 +35,7 @@ def attention(case: Case) -> Diagnosis | None:
     if found is None:
         return None
     # From few factors to many: each stage costs more, and can be mistaken more easily.
-    for windows, turned, unusual in ((False, False, 0), (True, False, 0), (False, True, 0), (False, False, 1)):
+    for windows, turned, unusual in ((False, False, 0), (False, True, 0), (True, False, 0), (False, False, 1)):
         core = _Core(case, found, windows=windows, turned=turned)
         if turned and core.head_widths_are_odd:
             continue
@@ -74,15 +75,15 @@ class _Core:
     def _heads(self) -> list[int]:
         if self.given.heads:
             return [self.given.heads]
-        read = [v for v in self.case.settings.get("num_heads", ()) if isinstance(v, int) and not isinstance(v, bool)]
         divisors = [h for h in range(1, min(self.width, 128) + 1) if self.width % h == 0]
-        return list(dict.fromkeys([*(h for h in read if h in divisors), *divisors]))
+        read = [value for name, pair in self.case.settings.items() if "head" in name for value in pair]
+        return list(dict.fromkeys([*(h for h in divisors if h in read), *divisors]))
 
     def factors(self) -> list[Factor]:
         """Those of this stage."""
         same = self.given.q.shape == self.given.k.shape == self.given.v.shape
-        parts = [*itertools.permutations("qkv"), *itertools.product("qkv", repeat=3)] if same else [tuple("qkv")]
-        parts = list(dict.fromkeys(("".join(p) for p in parts)))
+        orders = [*itertools.permutations("qkv"), *itertools.product("qkv", repeat=3)] if same else [tuple("qkv")]
+        parts = list(dict.fromkeys("".join(order) for order in orders))
         factors = [
             Factor(
                 "heads",
@@ -130,6 +131,18 @@ class _Core:
                 fix="multiply the weights by {reference} in evaluation",
             ),
         ]
+        if self.given.fused is not None:
+            options = tuple(Option(v, w) for v, w in _FUSED)
+            factors.append(
+                Factor(
+                    "fused",
+                    FUSED,
+                    options,
+                    what="layout of the fused projection",
+                    free=True,
+                    fix="read it as {reference}",
+                )
+            )
         if self.kv_width != self.width:
             options = (Option("each", "each repeated in turn"), Option("tiled", "all of them repeated"))
             factors.append(
@@ -169,9 +182,9 @@ class _Core:
         return self.given.out(merged)
 
     def _products(self, f: Mapping[str, Any], heads: int, head_dim: int) -> tuple[np.ndarray, np.ndarray] | None:
-        key = (heads, f["parts"], f["split"], f.get("repeat"), *(f[n] for n in rotary.NAMES if n in f))
+        key = (heads, f["parts"], f["split"], f.get("repeat"), f.get("fused"), *(f[n] for n in rotary.NAMES if n in f))
         if key not in self._scores:
-            named = {"q": self.given.q, "k": self.given.k, "v": self.given.v}
+            named = dict(zip("qkv", self._parts(f.get("fused", "blocks"), heads), strict=True))
             q, k, v = (_split(named[part], head_dim, f["split"]) for part in f["parts"])
             if f.get("repeat"):
                 times = heads // k.shape[1]
@@ -188,6 +201,15 @@ class _Core:
                 q, k, v = turned
             self._scores[key] = (np.einsum("bhqd,bhkd->bhqk", q, k), v)
         return self._scores[key]
+
+    def _parts(self, layout: str, heads: int) -> tuple[np.ndarray, ...]:
+        if self.given.fused is None or layout == "blocks":
+            return self.given.q, self.given.k, self.given.v
+        shape = (
+            (*self.given.fused.shape[:2], heads, 3, -1) if layout == "heads" else (*self.given.fused.shape[:2], -1, 3)
+        )
+        parts = np.moveaxis(self.given.fused.reshape(shape), -2 if layout == "heads" else -1, 0)
+        return tuple(part.reshape(self.given.q.shape) for part in parts)
 
     def _weights(self, f: Mapping[str, Any], scores: np.ndarray) -> np.ndarray:
         may = np.broadcast_to(allowed(f, self.masks, self.batch, self.queries, self.keys), scores.shape)
@@ -229,6 +251,11 @@ _SPLITS = (
     ("reshape", "a reshape alone, both ways"),
     ("split reshape", "split by a reshape alone"),
     ("merge reshape", "merged without transposing back"),
+)
+_FUSED = (
+    ("blocks", "all queries, all keys, all values"),
+    ("heads", "query, key and value of each head in turn"),
+    ("elements", "query, key and value of each feature in turn"),
 )
 _SOFTMAXES = (
     ("keys", "over the keys"),

@@ -14,7 +14,7 @@ from parity.diagnose.activations import FIXES
 from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, distance, kind
 from parity.diagnose.engine import MATCH
-from parity.diagnose.expression import Expression, Finder
+from parity.diagnose.expression import REVERSED, Expression, Finder
 from parity.diagnose.norm import MISSING as NORM_MISSING
 from parity.diagnose.norm import is_norm
 from parity.trace import method_of, module_of
@@ -49,6 +49,7 @@ AXES = kind("axes in another order", "elements in another order: axes exchanged,
 SHIFT = kind("shifted by one", "shifted, reversed or cut along an axis")
 POOLING = kind("pooling", "another summary over an axis: mean, sum, largest, first or last")
 TERM = kind("term missing", "a sum that lacks one of its terms, or has one too many")
+GATE_EXCHANGED = kind("gate and value exchanged", "of two factors the other one goes through the activation")
 CONCATENATION = kind("concatenation order", "tensors put side by side in another order")
 
 NOT_CALLED = kind("module not called", "a module that the port has and does not call")
@@ -80,7 +81,7 @@ def leaves(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """What either side had at hand, by names for people; the nearest first."""
     given = {INPUT if i == 0 else f"{INPUT} {i + 1}": array for i, array in enumerate(case.given)}
     prefix = case.module + "." if case.module else ""
-    inside = {name.removeprefix(prefix): pair for name, pair in reversed(case.inside.items())}
+    inside = {name.removeprefix(prefix): pair for name, pair in reversed([*case.inside.items()])}
     children = {module_of(name).removeprefix(prefix) + "." for name in (*case.inside, *case.later)}
     own = {
         f"its {name}": array
@@ -111,32 +112,39 @@ class _Difference:
         return Diagnosis(kind=name, module=case.module, sentence=sentence, fix=fix)
 
     def kind(self) -> str:
-        reference, port = self.reference, self.port
         if self._other_module():
             return EXCHANGED
-        if reference.function != port.function:
-            return function_kind(reference.function, port.function)
-        if reference.form != port.form or reference.detail != port.detail:
+        if self.reference.function != self.port.function:
+            return function_kind(self.reference.function, self.port.function)
+        if self.reference.form != self.port.form or self.reference.detail != self.port.detail:
             return self._form_kind()
-        if reference.form == "concatenation":
-            return CONCATENATION
+        if self.reference.form in ("concatenation", "product"):
+            return self._order_kind()
+        return self._terms_kind()
+
+    def _order_kind(self) -> str:
+        """Two tensors side by side, or multiplied."""
+        names = [[name.partition(f" {REVERSED}")[0] for name in side.leaves] for side in (self.reference, self.port)]
+        if self.reference.form == "product":
+            return GATE_EXCHANGED if sorted(names[0]) == sorted(names[1]) else WRONG_INPUT
+        return SHIFT if names[0] == names[1] else CONCATENATION
+
+    def _terms_kind(self) -> str:
+        reference, port = self.reference, self.port
         lost = [name for name in reference.leaves if name not in port.leaves]
         gained = [name for name in port.leaves if name not in reference.leaves]
         if not lost and not gained:
             return self._scale_kind()
-        if len(lost) == len(gained) == 1:
-            if len(reference.terms) > 1:
-                return RESIDUAL_ELSEWHERE
-            if self._is_memory(lost[0]):
-                return MEMORY
-        norms = self._norm_kind(lost, gained)
-        if norms:
-            return norms
+        if len(lost) == len(gained) == 1 and len(reference.terms) > 1:
+            return RESIDUAL_ELSEWHERE
+        if len(lost) == len(gained) == 1 and self._is_memory(lost[0]):
+            return MEMORY
+        return self._norm_kind(lost, gained) or self._residual_kind(lost, gained)
+
+    def _residual_kind(self, lost: list[str], gained: list[str]) -> str:
         if lost and not gained:
             return self._without(lost)
-        if gained and not lost:
-            return self._with(gained)
-        return self._replaced(lost, gained)
+        return self._with(gained) if gained and not lost else self._replaced(lost, gained)
 
     def _other_module(self) -> bool:
         """The same method of another module: a table that should not be this one's."""

@@ -46,6 +46,11 @@ def diagnose(runs: Runs, failed: Rung, place: str, case: Case | None, *, called:
         return not_called(place, facts.type if facts else "")
     if case is not None:
         return diagnose_case(case, (*runs.pair.suspects, *REGISTRY))
+    return _without_case(runs, failed, place)
+
+
+def _without_case(runs: Runs, failed: Rung, place: str) -> Diagnosis | None:
+    """Where no module makes a value differently."""
     if failed.name == "inventory":
         return explain_inventory(failed.failures)
     if failed.name in BY_EVIDENCE:

@@ -167,7 +167,7 @@ class CaseBuilder:
         return conventions_of(self.reference, self.port)
 
     def around(self, call: str) -> str:
-        """The call of a module that one of its methods was called in, if that was given the same; or the call itself."""
+        """The call of a module that one of its methods was part of, if that was given the same; or the call itself."""
         if not method_of(call):
             return call
         path = module_of(call)

@@ -155,8 +155,8 @@ def _correlate(x: np.ndarray, kernel: np.ndarray, *, stride: int, dilation: int)
     taps = tuple(dilation * (n - 1) + 1 for n in kernel.shape[:rank])
     axes = tuple(range(1, 1 + rank))
     windows = np.lib.stride_tricks.sliding_window_view(x, taps, axis=axes)
-    windows = windows[(slice(None), *([slice(None, None, stride)] * rank))]
-    windows = windows[(..., *([slice(None, None, dilation)] * rank))]
+    strided, every = [slice(None, None, stride)] * rank, slice(None)
+    windows = windows[(every, *strided, every, *([slice(None, None, dilation)] * rank))]
     groups = x.shape[-1] // features_in
     letters = "hwd"[:rank]
     parts = zip(np.split(windows, groups, axis=1 + rank), np.split(kernel, groups, axis=-1), strict=True)

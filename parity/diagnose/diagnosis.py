@@ -29,7 +29,7 @@ _KINDS: dict[str, str] = {}
 
 
 def kind(name: str, meaning: str) -> str:
-    """Puts a kind on the list that `kinds()` gives, and returns its name. Raises ValueError if it has another meaning."""
+    """Puts a kind on the list of `kinds()`, and returns its name. Raises ValueError if it has another meaning."""
     if _KINDS.setdefault(name, meaning) != meaning:
         raise ValueError(f"expected one meaning of {name!r}, got {meaning!r} and {_KINDS[name]!r}")
     return name

@@ -34,10 +34,7 @@ def embedding(case: Case) -> Diagnosis | None:
 
     def formula(f: Mapping[str, Any]) -> np.ndarray | None:
         table = tables[f["table"]]
-        if f["place"]:
-            moved = np.roll(ids, f["place"], axis=-1)
-        else:
-            moved = ids
+        moved = np.roll(ids, f["place"], axis=-1)
         index = _moved(moved, f["ids"], table.shape[0])
         rows = table[index] * f["scale"]
         if f["zero"] is not None:

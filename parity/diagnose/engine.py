@@ -122,9 +122,10 @@ def explain(
     search = _Search(compute, tuple(f for f in factors if f.options), expected, got)
     starts = search.of_reference(unusual)
     for count in range(1, edits + 1):
-        found = [changes for start in starts for changes in search.of_port(start, count)]
-        if found:
-            return Explanation(changes=found[0], others=tuple(found[1:]))
+        for start in starts:
+            found = search.of_port(start, count)
+            if found:
+                return Explanation(changes=found[0], others=tuple(found[1:]))
     return None
 
 
@@ -144,16 +145,32 @@ class _Search:
         self._errors: dict[Setting, tuple[float, float]] = {}
 
     def of_reference(self, unusual: int) -> list[Setting]:
-        """Settings that give the reference's result, all with equally few unusual options."""
-        free = [range(len(f.options)) if f.free else range(min(1 + f.also_right, len(f.options))) for f in self.factors]
-        starts = list(itertools.islice(itertools.product(*free), MOST))
+        """Settings that give the reference's result: the most usual ones, and those with one free option more."""
+        starts = list(itertools.islice(self._free(), MOST))
         for count in range(unusual + 1):
-            edited: Iterator[Setting] = (s for start in starts for s in self._edited(start, count, only_bound=True))
-            found = [s for s in itertools.islice(edited, MOST) if self._error(s)[0] <= self.match]
+            found: list[Setting] = []
+            edited = (s for start in starts for s in self._edited(start, count, only_bound=True))
+            for setting in itertools.islice(edited, MOST):
+                # Of a factor that makes no difference here any option gives the same, and the port may have another.
+                if found and _options_used(setting) > _options_used(found[0]) + 1:
+                    break
+                if self._error(setting)[0] <= self.match:
+                    found.append(setting)
             if found:
-                # The more usual first: of two that give the same, the one with fewer unusual options.
-                return sorted(dict.fromkeys(found), key=lambda s: sum(map(bool, s)))[:STARTS]
+                return list(dict.fromkeys(found))[:STARTS]
         return []
+
+    def _free(self) -> Iterator[Setting]:
+        """Every combination of what a correct model may have, the most usual first."""
+        others = [range(1, len(f.options) if f.free else min(1 + f.also_right, len(f.options))) for f in self.factors]
+        usual = (0,) * len(self.factors)
+        for count in range(len(self.factors) + 1):
+            for chosen in itertools.combinations([i for i, other in enumerate(others) if other], count):
+                for options in itertools.product(*(others[i] for i in chosen)):
+                    setting = list(usual)
+                    for place, option in zip(chosen, options, strict=True):
+                        setting[place] = option
+                    yield tuple(setting)
 
     def of_port(self, start: Setting, count: int) -> list[tuple[Change, ...]]:
         """Changes of so many factors after which the formula gives the port's result."""
@@ -188,6 +205,10 @@ class _Search:
             else:
                 self._errors[setting] = (distance(result, self.expected), distance(result, self.got))
         return self._errors[setting]
+
+
+def _options_used(setting: Setting) -> int:
+    return sum(map(bool, setting))
 
 
 def _wide(array: np.ndarray) -> np.ndarray:

@@ -44,6 +44,17 @@ def changes(weights: Mapping[str, np.ndarray]) -> Iterator[Change]:
         elif array.ndim == 2:
             turned = array.reshape(array.shape[::-1]).T
             yield TRANSPOSED, f"{name} transposed instead of reshaped", {name: turned}
+    yield from _exchanged(weights)
+    for name, array in weights.items():
+        if array.ndim == 1 and array.any():
+            yield BIAS, f"{name} left out", {name: np.zeros_like(array)}
+        for axis in range(array.ndim):
+            yield REVERSED, f"{name} reversed along axis {axis}", {name: np.flip(array, axis)}
+            yield from _heads(name, array, axis)
+
+
+def _exchanged(weights: Mapping[str, np.ndarray]) -> Iterator[Change]:
+    """Two of one shape, with their biases."""
     for first, second in itertools.combinations(weights, 2):
         if weights[first].shape == weights[second].shape:
             roles = {projection_role(name.rpartition(".")[0]) for name in (first, second)}
@@ -55,13 +66,12 @@ def changes(weights: Mapping[str, np.ndarray]) -> Iterator[Change]:
                 if path != other and one in weights and two in weights and weights[one].shape == weights[two].shape:
                     exchanged |= {one: weights[two], two: weights[one]}
             yield name, f"{first} and {second} exchanged", exchanged
-    for name, array in weights.items():
-        if array.ndim == 1 and array.any():
-            yield BIAS, f"{name} left out", {name: np.zeros_like(array)}
-        for axis, width in enumerate(array.shape):
-            yield REVERSED, f"{name} reversed along axis {axis}", {name: np.flip(array, axis)}
-            for heads in range(2, width):
-                if array.ndim >= 2 and width % heads == 0 and heads <= 16:
-                    order = np.arange(width).reshape(heads, -1).T.ravel()
-                    words = f"the heads of {name} split in the other order along axis {axis}"
-                    yield HEADS, words, {name: array.take(order, axis=axis)}
+
+
+def _heads(name: str, array: np.ndarray, axis: int) -> Iterator[Change]:
+    width = array.shape[axis]
+    for heads in range(2, min(width, 17)):
+        if array.ndim >= 2 and width % heads == 0:
+            order = np.arange(width).reshape(heads, -1).T.ravel()
+            words = f"the heads of {name} split in the other order along axis {axis}"
+            yield HEADS, words, {name: array.take(order, axis=axis)}

@@ -18,6 +18,7 @@ Leaves = Mapping[str, np.ndarray]
 
 SAMPLE = 300
 """Elements that a guess is first tried on."""
+REVERSED = "reversed along axis"
 MOST_LEAVES = 26
 """Tensors near at hand that sums of three are made of."""
 
@@ -158,15 +159,21 @@ class Finder:
                     yield Expression(((1.0, name),), form="axes", detail=detail)
 
     def _concatenations(self) -> Iterator[Expression]:
-        names = list(self.raw)[:MOST_LEAVES]
-        for first, second in itertools.permutations(names, 2):
-            a, b = self.raw[first], self.raw[second]
-            if a.ndim != b.ndim or a.size + b.size != self.target.size or a.ndim != self.target.ndim:
+        """Two of them side by side, each as it is or read backwards along an axis."""
+        parts = {name: array for name, array in [*self.raw.items()][:MOST_LEAVES] if array.ndim == self.target.ndim}
+        turned = {
+            f"{name} {REVERSED} {axis}": np.flip(array, axis)
+            for name, array in parts.items()
+            for axis in range(1, array.ndim - 1)
+        }
+        parts |= turned
+        for first, second in itertools.permutations(parts, 2):
+            a, b = parts[first], parts[second]
+            if a.size + b.size != self.target.size:
                 continue
             for axis in range(a.ndim):
-                if a.shape[:axis] + a.shape[axis + 1 :] == b.shape[:axis] + b.shape[axis + 1 :] and self.fits(
-                    np.concatenate([a, b], axis=axis)
-                ):
+                rest = [x.shape[:axis] + x.shape[axis + 1 :] for x in (a, b)]
+                if rest[0] == rest[1] and self.fits(np.concatenate([a, b], axis=axis)):
                     yield Expression(((1.0, first), (1.0, second)), form="concatenation", detail=f"along axis {axis}")
 
     def _quick(self, guess: np.ndarray) -> bool:
@@ -176,41 +183,46 @@ class Finder:
 
 
 def _rearranged(array: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, np.ndarray]]:
-    size = int(np.prod(shape))
-    if array.size == size and array.ndim <= 5:
+    """(in words, the elements of a tensor in other places, or summed up)."""
+    if array.size == int(np.prod(shape)) and array.ndim <= 5:
         for order in itertools.permutations(range(array.ndim)):
             usual = order == tuple(range(array.ndim))
-            if usual and array.shape == shape:
-                continue
-            detail = "in another shape" if usual else f"with its axes in the order {order}"
-            yield detail, array.transpose(order).reshape(shape)
+            if not usual or array.shape != shape:
+                words = "in another shape" if usual else f"with its axes in the order {order}"
+                yield words, array.transpose(order).reshape(shape)
     if array.shape == shape:
         for axis in range(array.ndim):
-            yield f"reversed along axis {axis}", np.flip(array, axis)
+            yield f"{REVERSED} {axis}", np.flip(array, axis)
             for shift in (1, -1):
                 yield f"shifted by {shift} along axis {axis}", np.roll(array, shift, axis)
                 yield f"shifted by {shift} along axis {axis}, zeros coming in", _shifted(array, shift, axis)
-    if array.ndim == len(shape) + 2 and array.ndim >= 4:
-        for axes in ((1, 2), (2, 3)):
-            yield f"averaged over axes {axes}", array.mean(axis=axes)
-            yield f"summed over axes {axes}", array.sum(axis=axes)
-            yield f"largest along axes {axes}", array.max(axis=axes)
-    for axis in range(array.ndim):
-        rest = array.shape[:axis] + array.shape[axis + 1 :]
-        if rest == shape:
-            yield f"averaged over axis {axis}", array.mean(axis=axis)
-            yield f"summed over axis {axis}", array.sum(axis=axis)
-            yield f"largest along axis {axis}", array.max(axis=axis)
-            yield f"first along axis {axis}", array.take(0, axis=axis)
-            yield f"last along axis {axis}", array.take(-1, axis=axis)
-        if (
-            array.ndim == len(shape)
-            and rest == shape[:axis] + shape[axis + 1 :]
-            and 0 < shape[axis] < array.shape[axis]
-        ):
-            for start in range(0, array.shape[axis] - shape[axis] + 1):
-                end = start + shape[axis]
-                yield f"[{start}:{end}] along axis {axis}", array.take(range(start, end), axis=axis)
+    yield from _pooled(array, shape)
+    if array.ndim == len(shape):
+        yield from _cut(array, shape)
+
+
+def _pooled(array: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, np.ndarray]]:
+    """One or two axes fewer."""
+    two = [(1, 2), (2, 3)] if array.ndim >= 4 else []
+    for axes in [*((axis,) for axis in range(array.ndim)), *two]:
+        if tuple(n for axis, n in enumerate(array.shape) if axis not in axes) != shape:
+            continue
+        words = f"over axis {axes[0]}" if len(axes) == 1 else f"over axes {axes}"
+        yield f"averaged {words}", array.mean(axis=axes)
+        yield f"summed {words}", array.sum(axis=axes)
+        yield f"largest {words}", array.max(axis=axes)
+        if len(axes) == 1:
+            yield f"first {words}", array.take(0, axis=axes[0])
+            yield f"last {words}", array.take(-1, axis=axes[0])
+
+
+def _cut(array: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, np.ndarray]]:
+    """Part of one axis."""
+    for axis, width in enumerate(shape):
+        if array.shape[:axis] + array.shape[axis + 1 :] == shape[:axis] + shape[axis + 1 :]:
+            for start in range(array.shape[axis] - width + 1) if width < array.shape[axis] else ():
+                words = f"[{start}:{start + width}] along axis {axis}"
+                yield words, array.take(range(start, start + width), axis=axis)
 
 
 def _shifted(array: np.ndarray, shift: int, axis: int) -> np.ndarray:

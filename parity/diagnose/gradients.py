@@ -37,7 +37,7 @@ def explain_gradients(
             f"The port's gradient of {nearest} is zero{more}",
             "remove the stop_gradient, or compute it inside of what is differentiated",
         )
-    rows = _rows(nearest, wanted, found, inputs)
+    rows = _rows(nearest, wanted, found, inputs) if set(failed) == {nearest} else None
     if rows is not None:
         return rows
     ratio = float(wanted.ravel() @ found.ravel()) / max(float(wanted.ravel() @ wanted.ravel()), 1e-300)
@@ -79,7 +79,7 @@ def _rows(name: str, wanted: np.ndarray, found: np.ndarray, inputs: Inputs) -> D
     if not ids or not unused:
         return None
     if all(i in used for i in different):
-        sentence = f"The port's gradient of {name} differs only in rows that are looked up: that use does not count as in the reference"
+        sentence = f"The port's gradient of {name} differs only in rows that are looked up: not every use of it counts"
         return _said(TIED, name, sentence, "use one and the same parameter in both places, without stop_gradient")
     if wanted[unused].any() and not found[unused].any():
         sentence = (

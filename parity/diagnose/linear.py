@@ -35,10 +35,10 @@ def linear(case: Case) -> Diagnosis | None:
     """A module with one matrix: x W + b."""
     if not case.leaf or len(case.given) != 1:
         return None
-    kernel = _matrix(case)
-    if kernel is None:
+    found = _matrix(case)
+    if found is None:
         return None
-    x = case.x.astype(np.float64)
+    x, kernel = found
     features_in = x.shape[-1]
     if features_in not in kernel.shape:
         return None
@@ -111,20 +111,25 @@ def linear(case: Case) -> Diagnosis | None:
             fix="multiply the kernel by {reference}",
         ),
     )
-    found = explain(formula, factors, expected=case.expected, got=case.got)
-    return None if found is None else found.diagnosis(case.module)
+    explanation = explain(formula, factors, expected=case.expected, got=case.got)
+    return None if explanation is None else explanation.diagnosis(case.module)
 
 
-def _matrix(case: Case) -> np.ndarray | None:
-    """As (in, out); (in, heads, head_dim) is read as (in, heads · head_dim)."""
+def _matrix(case: Case) -> tuple[np.ndarray, np.ndarray] | None:
+    """(inputs with one axis of features, kernel as (in, out)); several axes of features, as of heads, are merged."""
     found = [a for n, a in case.weights.items() if n in KERNELS and a.ndim >= 2]
     if len(found) != 1:
         return None
-    kernel, width = found[0], case.x.shape[-1]
+    kernel, x, shape = found[0], case.x.astype(np.float64), case.expected.shape
+    width = x.shape[-1]
     if kernel.ndim == 2:
         # A table of embeddings, used as an output projection, is (out, in).
-        return kernel.T if kernel.shape[0] != width == kernel.shape[1] else kernel
-    return kernel.reshape(width, -1) if kernel.shape[0] == width else None
+        return x, kernel.T if kernel.shape[0] != width == kernel.shape[1] else kernel
+    if shape == (*x.shape[:-1], *kernel.shape[1:]) and kernel.shape[0] == width:
+        return x, kernel.reshape(width, -1)
+    if shape == (*x.shape[:-2], kernel.shape[-1]) and kernel.ndim == 3 and kernel.shape[:2] == x.shape[-2:]:
+        return x.reshape(*x.shape[:-2], -1), kernel.reshape(-1, kernel.shape[-1])
+    return None
 
 
 def _matrices(case: Case, kernel: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

@@ -146,15 +146,15 @@ class _Losses:
         }[f["spread"]]
         cost = (1 - f["amount"]) * nll + f["amount"] * others / max(1, number)
         cost = np.where(counts, cost, 0.0)
-        rows = cost.reshape(cost.shape[0], -1), counts.reshape(counts.shape[0], -1)
-        divided = {
-            "token": lambda: cost.sum() / counts.sum(),
-            "sum": cost.sum,
-            "position": cost.mean,
-            "sentence": lambda: (rows[0].sum(axis=1) / rows[1].sum(axis=1)).mean(),
-            "batch": lambda: cost.sum() / cost.shape[0],
-        }[f["reduction"]]()
-        return float(divided * f["factor"])
+        return _reduced(cost, counts, f["reduction"]) * float(f["factor"])
+
+
+def _reduced(cost: np.ndarray, counts: np.ndarray, reduction: str) -> float:
+    if reduction == "sentence":
+        costs, numbers = (array.reshape(array.shape[0], -1).sum(axis=1) for array in (cost, counts))
+        return float((costs / numbers).mean())
+    below = {"token": counts.sum(), "sum": 1, "position": cost.size, "batch": cost.shape[0]}[reduction]
+    return float(cost.sum() / below)
 
 
 def _regression(

@@ -143,11 +143,11 @@ def mask_factors(masks: Sequence[MaskArray], queries: int, keys: int, *, windows
 def allowed(f: Mapping[str, Any], masks: Sequence[MaskArray], batch: int, queries: int, keys: int) -> np.ndarray:
     """(batch, 1 or heads, queries, keys)."""
     result = np.ones((batch, 1, queries, keys), bool)
-    for number, (shape, mask) in enumerate(masks):
+    for number, (shape, given) in enumerate(masks):
         how = f[f"mask {number}"]
         if how == "ignored":
             continue
-        mask = ~mask if how.startswith("forbid") else mask
+        mask = ~given if how.startswith("forbid") else given
         if how.endswith("queries") and shape == "keys":
             mask = np.swapaxes(mask, -1, -2)
         if how == "both":

@@ -28,7 +28,7 @@ def explain_narrow(runs: Runs, place: str) -> Diagnosis | None:
         return Diagnosis(
             kind=FAST,
             module=module,
-            sentence=f"The port's norm loses digits in float32 ({error:.1e}): its variance is E[x²] - E[x]², or the like",
+            sentence=f"The port's norm loses digits in float32 ({error:.1e}), as with a variance E[x²] - E[x]²",
             fix="use_fast_variance=False: take the variance as the mean of (x - mean)²",
         )
     if TF32 / 30 < error < 10 * BFLOAT16:
@@ -36,7 +36,7 @@ def explain_narrow(runs: Runs, place: str) -> Diagnosis | None:
         return Diagnosis(
             kind=LOW_PRECISION,
             module=module,
-            sentence=f"The port's float32 run is {error:.1e} from the float64 answer there, as after a product in {name}",
+            sentence=f"The port's float32 run is {error:.1e} from the float64 answer, as after a product in {name}",
             fix="no cast to a narrower type, and precision=jax.lax.Precision.HIGHEST in matrix products",
         )
     return None

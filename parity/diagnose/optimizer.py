@@ -44,7 +44,7 @@ def explain_optimizer(evidence: Mapping[str, Any]) -> Diagnosis | None:
 
 
 def _adam(rates: Sequence[float], *, decay: bool) -> list[Factor]:
-    few = slice(0, 3 if decay else None)
+    few = 3 if decay else len(EPSILONS)
     factors = [
         Factor(
             "rule",
@@ -82,7 +82,7 @@ def _adam(rates: Sequence[float], *, decay: bool) -> list[Factor]:
             EPS,
             tuple(Option(e, f"{e:g}") for e in EPSILONS),
             what="eps",
-            also_right=len(EPSILONS[few]) - 1,
+            also_right=few - 1,
             fix="eps={reference}",
         ),
         Factor(
@@ -234,7 +234,7 @@ def _sgd(gradients: Sequence[np.ndarray], expected: np.ndarray, got: np.ndarray)
 
 
 def _rates(gradients: Sequence[np.ndarray], expected: np.ndarray, got: np.ndarray) -> list[float]:
-    """Adam's first step is the learning rate wherever the gradient is large; gradient descent's, the gradient times it."""
+    """Adam's first step is the learning rate wherever the gradient is large."""
     large = np.abs(gradients[0]) >= 0.1 * np.abs(gradients[0]).max()
     found = [float(f"{float(np.median(np.abs(updates[0][large]))):.2g}") for updates in (expected, got)]
     return [rate for rate in dict.fromkeys([*found, 1.0]) if rate > 0]
@@ -249,8 +249,8 @@ class _Run:
     def __call__(self, f: Mapping[str, Any]) -> np.ndarray:
         m = v = largest = np.zeros_like(self.weights[0])
         updates = []
-        for step, (g, w) in enumerate(zip(self.gradients, self.weights, strict=True), start=1):
-            g = g + f["decay"] * w if f["decay place"] == "l2" else g
+        for step, (gradient, w) in enumerate(zip(self.gradients, self.weights, strict=True), start=1):
+            g = gradient + f["decay"] * w if f["decay place"] == "l2" else gradient
             if f["rule"] == "momentum":
                 m = f["b1"] * m + (g * (1 - f["b1"]) if f["dampening"] == "yes" and step > 1 else g)
                 direction = g + f["b1"] * m if f["nesterov"] == "yes" else m

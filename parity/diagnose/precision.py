@@ -25,11 +25,11 @@ def precision(case: Case) -> Diagnosis | None:
         unit = 2.0**-bits
         fitted = float((got.ravel() @ expected.ravel()) / (expected.ravel() @ expected.ravel()))
         rounded = case.got.dtype.itemsize < 8 or np.array_equal(_rounded(got, bits), got)
-        if unit / 50 < between < 8 * unit and abs(fitted - 1.0) < between / 2 and (rounded or name != "float32"):
+        if unit / 50 < between < 8 * unit and abs(fitted - 1.0) < between / 2 and rounded:
             return Diagnosis(
                 kind=called,
                 module=case.module,
-                sentence=f"The port differs by about one rounding to {name} ({between:.1e}): it computes in {name} there",
+                sentence=f"The port differs by about one rounding to {name} ({between:.1e}): it computes in that",
                 fix=f"keep the precision of the input: no cast to {name}, and full precision in matrix products",
             )
     return None

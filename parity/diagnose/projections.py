@@ -21,6 +21,8 @@ class Projections:
     """Where the weights or the submodules say so."""
     out: Callable[[np.ndarray], np.ndarray] = lambda merged: merged
     """From the merged heads to the value that differs."""
+    fused: np.ndarray | None = None
+    """All three as one projection returns them, where it does; `q`, `k` and `v` are then its thirds."""
 
 
 def projections(case: Case) -> Projections | None:
@@ -59,7 +61,7 @@ def _fused(array: np.ndarray, case: Case) -> Projections | None:
         return None
     q, k, v = np.split(array, 3, axis=-1)
     out = None if case.child else _output(case)
-    return Projections(q, k, v, 0, out or (lambda merged: merged))
+    return Projections(q, k, v, 0, out or (lambda merged: merged), fused=array)
 
 
 def _of_weights(case: Case) -> Projections | None:
@@ -67,6 +69,9 @@ def _of_weights(case: Case) -> Projections | None:
     if case.child or not case.given or case.x.ndim != 3:
         return None
     matrices, heads = _matrices(case.weights, case.x.shape[-1])
+    if {"qkv", "out"} <= matrices.keys():
+        kernel, bias = matrices["qkv"]
+        return _fused(case.x.astype(np.float64) @ kernel + bias, case)
     if not {"q", "k", "v", "out"} <= matrices.keys():
         return None
     streams = [a.astype(np.float64) for a in case.given if a.ndim == 3 and a.shape[-1] == case.x.shape[-1]]
@@ -74,7 +79,8 @@ def _of_weights(case: Case) -> Projections | None:
     values = streams[2] if len(streams) > 2 else keys
     projected = [x @ matrices[r][0] + matrices[r][1] for r, x in (("q", queries), ("k", keys), ("v", values))]
     kernel, bias = matrices["out"]
-    return Projections(*projected, heads, lambda merged: merged @ kernel + bias)
+    q, k, v = projected
+    return Projections(q, k, v, heads, lambda merged: merged @ kernel + bias)
 
 
 def _output(case: Case) -> Callable[[np.ndarray], np.ndarray] | None:
@@ -99,9 +105,7 @@ def _matrices(weights: Mapping[str, np.ndarray], width: int) -> tuple[dict[str, 
         elif leaf not in ("kernel", "weight") or not role:
             continue
         elif role == "qkv" and kernel.ndim == 2:
-            kernel = kernel if kernel.shape[0] == width else kernel.T
-            biases = np.split(bias, 3) if bias.size > 1 else [bias] * 3
-            found |= {r: (k, b) for r, k, b in zip("qkv", np.split(kernel, 3, axis=1), biases, strict=True)}
+            found["qkv"] = (kernel if kernel.shape[0] == width else kernel.T, bias)
         elif kernel.ndim == 3 and role == "out":
             found[role] = (kernel.reshape(-1, kernel.shape[-1]), bias)
         elif kernel.ndim == 3:

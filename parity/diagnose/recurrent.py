@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ TIME = kind("time axis", "the batch taken for the time")
 
 LETTERS = {4: "ifgo", 3: "rzn", 1: "n"}
 """Gates in torch's order."""
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "tanh": np.tanh,
     "sigmoid": lambda x: np.exp(-np.logaddexp(0.0, -x)),
     "relu": lambda x: np.maximum(x, 0.0),

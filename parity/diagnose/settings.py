@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from parity.compare import Comparison
+from parity.diagnose.attention import NUM_HEADS
 from parity.diagnose.between import ACTIVATION, GELU, NORM_EXTRA
 from parity.diagnose.convolution import DILATION, PADDING, STRIDE
-from parity.diagnose.attention import NUM_HEADS
 from parity.diagnose.diagnosis import Diagnosis, kind
 from parity.diagnose.norm import EPS, is_norm
 from parity.diagnose.norm import MISSING as NORM_MISSING
