@@ -21,5 +21,18 @@ def jit(function: Callable[..., Any], *, precision: Precision) -> Callable[..., 
     with every module watched: 2.3 s instead of 5.1). How far float32 is from the answer is asked of the program that
     users run, so that one is compiled as they would.
     """
-    quickly = precision != "float32" and jax.default_backend() == "cpu"
-    return jax.jit(function, compiler_options=_QUICKLY if quickly else None)
+    return jax.jit(function, compiler_options=_options(precision))
+
+
+def pmap(function: Callable[..., Any], *, precision: Precision, **options: Any) -> Callable[..., Any]:
+    """`jax.pmap`, compiled in the same way, for one call."""
+    mapped = jax.pmap(function, **options)
+
+    def call(*arguments: Any) -> Any:
+        return mapped.lower(*arguments).compile(compiler_options=_options(precision))(*arguments)
+
+    return call
+
+
+def _options(precision: Precision) -> dict[str, Any] | None:
+    return _QUICKLY if precision != "float32" and jax.default_backend() == "cpu" else None

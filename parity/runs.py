@@ -210,11 +210,14 @@ class Runs(Sides):
         return self.summed_in_port_layout(self.reference("float64", batch))
 
     def summed_in_port_layout(self, reference: Trace) -> dict[str, np.ndarray]:
-        """The same for any run of the reference."""
-        known: dict[str, np.ndarray] = {}
+        """The same for any run of the reference; at least the norm of all gradients together (see zero_noise)."""
+        gradients = self.gradients_in_port_layout(reference)
+        together = np.sqrt(sum(norm(gradient) ** 2 for gradient in gradients.values()))
+        known: dict[str, np.ndarray] = dict.fromkeys(gradients, np.asarray(together))
         for step in self.mapping.plan(n for n in reference.gradients if self.derived.travels(n)):
             if all(name in reference.summed for name in step.sources):
-                known |= step.apply(reference.summed)
+                watched = step.apply(reference.summed)
+                known |= {name: scale for name, scale in watched.items() if norm(scale) > together}
         return known
 
     def zero_gradients(self, batch: int) -> frozenset[str]:

@@ -28,7 +28,9 @@ report names the tensors that needed it."""
 ZERO_GRADIENT_UNITS = 64.0
 """A bias gradient is zero in exact arithmetic if its norm is below so many units of rounding of the sum of absolute
 values it is made of. The key projection's is: softmax does not see a shift that all keys share. What is left is
-rounding noise, as large as the number of roundings, and a relative error of it would be noise over noise."""
+rounding noise, as large as the number of roundings, and a relative error of it would be noise over noise. Where no sum
+was watched, or a smaller one, the norm of all gradients together stands for it: with one key only, what flows into the
+query projection is noise already."""
 
 UNEQUAL_AFTER_ROUNDING = 1e-6
 """Share of float64 logits that may round to different float32 values: those near a tie, measured at 4 in 48 million.

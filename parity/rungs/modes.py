@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from parity.compare import relative_error
-from parity.compilation import jit
+from parity.compilation import jit, pmap
 from parity.pair import Inputs
 from parity.rungs import Outcome, Section, float32, section
 from parity.rungs.forward import compare_all
@@ -152,10 +152,17 @@ class _Modes:
 
         one = jax.tree.map(lambda x: x[0], given)
         if self._has_sums(self.trained, one):
-            run = jax.pmap(step, axis_name="devices", in_axes=(None, 0), out_axes=(0, None, None), devices=devices)
+            run = pmap(
+                step,
+                precision="float64",
+                axis_name="devices",
+                in_axes=(None, 0),
+                out_axes=(0, None, None),
+                devices=devices,
+            )
             results, loss, gradients = run(self.trained, given)
         else:
-            forward = jax.pmap(lambda t, g: self._forward(t, g)[0], in_axes=(None, 0), devices=devices)
+            forward = pmap(lambda t, g: self._forward(t, g)[0], precision="float64", in_axes=(None, 0), devices=devices)
             results, loss, gradients = forward(self.trained, given), None, None
         return {name: array.reshape(-1, *array.shape[2:]) for name, array in results.items()}, loss, gradients
 
