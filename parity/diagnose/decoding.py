@@ -48,15 +48,14 @@ def _ends(expected: np.ndarray, got: np.ndarray) -> Diagnosis | None:
     different = expected != got
     if not different.any():
         return None
-    for name, stopped in ((EARLY, got), (LATE, expected)):
-        values = np.unique(stopped[different])
-        to_the_end = all(
-            different[i, int(np.argmax(different[i])) :].mean() > 0.5 for i in np.flatnonzero(different.any(1))
-        )
-        if len(values) == 1 and to_the_end:
-            fix = "stop a sequence at the same id, and fill up with the same"
-            which = "the port" if name == EARLY else "the reference"
-            return _said(name, f"Where the ids differ, {which} has nothing but {int(values[0])}: it has stopped", fix)
+    first = [int(np.argmax(row)) for row in different if row.any()]
+    rows = np.flatnonzero(different.any(axis=1))
+    fill = min(expected.min(), got.min())
+    for name, stopped, which in ((EARLY, got, "the port"), (LATE, expected, "the reference")):
+        # Once it has stopped, there is nothing but padding.
+        if all((stopped[row, start:] == fill).all() for row, start in zip(rows, first, strict=True)):
+            sentence = f"From where the ids differ, {which} has nothing but {int(fill)}: it has stopped"
+            return _said(name, sentence, "stop a sequence at the same id, and fill up with the same")
     return None
 
 

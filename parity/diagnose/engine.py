@@ -7,6 +7,7 @@ others. From there, up to two changes must give the port's result. What changed 
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,8 +28,11 @@ CLEARER = 30.0
 """So many times nearer than the difference itself a match must be: an explanation leaves nothing to explain."""
 STARTS = 16
 """Settings of the reference from which the port's is looked for; of a factor that makes no difference, any will do."""
+FEW = 4
 MOST = 6000
 """Formulas evaluated at most, on either side."""
+SECONDS = 30.0
+"""And no longer than this: those of a large model take milliseconds each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +126,8 @@ def explain(
     search = _Search(compute, tuple(f for f in factors if f.options), expected, got)
     starts = search.of_reference(unusual)
     for count in range(1, edits + 1):
-        for start in starts:
+        # Two changes at once from the likeliest settings alone: there are thousands of pairs.
+        for start in starts if count == 1 else starts[:FEW]:
             found = search.of_port(start, count)
             if found:
                 return Explanation(changes=found[0], others=tuple(found[1:]))
@@ -143,6 +148,7 @@ class _Search:
         between = distance(self.got, self.expected)
         self.match = min(FLOAT32_MATCH if narrow else MATCH, max(between / CLEARER, ROUNDING))
         self._errors: dict[Setting, tuple[float, float]] = {}
+        self._end = time.monotonic() + SECONDS
 
     def of_reference(self, unusual: int) -> list[Setting]:
         """Settings that give the reference's result: the most usual ones, and those with one free option more."""
@@ -193,6 +199,8 @@ class _Search:
 
     def _error(self, setting: Setting) -> tuple[float, float]:
         """(from the reference's result, from the port's)."""
+        if setting not in self._errors and time.monotonic() > self._end:
+            return float("inf"), float("inf")
         if setting not in self._errors:
             values = {f.name: f.options[i].value for f, i in zip(self.factors, setting, strict=True)}
             try:

@@ -92,12 +92,12 @@ def _parameter(failure: Comparison) -> Diagnosis | None:
             fix="make it an nnx.Param where the reference trains it, and no nnx.Param where it does not",
         )
     if "only the port" in detail or "only in the port" in detail:
-        called = NORM_EXTRA if is_norm(path) else EXTRA
+        called = NORM_EXTRA if is_norm(path) or is_norm(name) else EXTRA
         return Diagnosis(
             kind=called, module=path or name, sentence=f"Only the port has {name}", fix=f"remove {path or name}"
         )
     if "only the reference" in detail or "only in the reference" in detail:
-        called = NORM_MISSING if is_norm(path) else MISSING
+        called = NORM_MISSING if is_norm(path) or is_norm(name) else MISSING
         return Diagnosis(
             kind=called, module=path or name, sentence=f"The port has nothing for {name}", fix=f"add {path or name}"
         )
