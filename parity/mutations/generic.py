@@ -14,12 +14,18 @@ from parity.pair import Pair
 from parity.weights.mapping import Rule, WeightMapping
 
 
+def _uniform(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int) -> nnx.Param:
+    """Within 1/√fan_in of 0, as torch draws weights and biases of linear maps, convolutions and cells."""
+    bound = fan_in**-0.5
+    return nnx.Param(jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound))
+
+
 class Linear(nnx.Module):
     """x Wᵀ + b, W as torch stores it."""
 
     def __init__(self, width_in: int, width_out: int, rngs: nnx.Rngs, *, bias: bool = True):
-        self.weight = nnx.Param(0.3 * jax.random.normal(rngs.params(), (width_out, width_in)))
-        self.bias = nnx.Param(jnp.zeros(width_out)) if bias else None
+        self.weight = _uniform(rngs, (width_out, width_in), width_in)
+        self.bias = _uniform(rngs, (width_out,), width_in) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Over the last axis."""
@@ -33,8 +39,8 @@ class Convolution(nnx.Module):
     def __init__(self, shape: tuple[int, ...], rngs: nnx.Rngs, *, stride: tuple[int, int], groups: int):
         self.stride, self.groups = stride, groups
         self.padding = ((1, 1), (1, 1))
-        self.weight = nnx.Param(0.3 * jax.random.normal(rngs.params(), shape))
-        self.bias = nnx.Param(jnp.zeros(shape[0]))
+        fan_in = shape[1] * shape[2] * shape[3]
+        self.weight, self.bias = _uniform(rngs, shape, fan_in), _uniform(rngs, shape[:1], fan_in)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """With zeros around."""
@@ -134,10 +140,10 @@ class Cell(nnx.Module):
     """The weights of a recurrent cell: two matrices and two biases, the gates below each other."""
 
     def __init__(self, width_in: int, width: int, gates: int, rngs: nnx.Rngs):
-        self.weight_ih = nnx.Param(0.3 * jax.random.normal(rngs.params(), (gates * width, width_in)))
-        self.weight_hh = nnx.Param(0.3 * jax.random.normal(rngs.params(), (gates * width, width)))
-        self.bias_ih = nnx.Param(jnp.zeros(gates * width))
-        self.bias_hh = nnx.Param(jnp.zeros(gates * width))
+        self.weight_ih = _uniform(rngs, (gates * width, width_in), width)
+        self.weight_hh = _uniform(rngs, (gates * width, width), width)
+        self.bias_ih = _uniform(rngs, (gates * width,), width)
+        self.bias_hh = _uniform(rngs, (gates * width,), width)
 
     def of_input(self, x: jax.Array) -> jax.Array:
         """What the input brings to every gate."""
@@ -187,7 +193,8 @@ class Embedding(nnx.Module):
 
     def __init__(self, rows: int, width: int, rngs: nnx.Rngs, *, padding_idx: int | None = None):
         self.padding_idx = padding_idx
-        self.weight = nnx.Param(jax.random.normal(rngs.params(), (rows, width)))
+        table = jax.random.normal(rngs.params(), (rows, width))
+        self.weight = nnx.Param(table if padding_idx is None else table.at[padding_idx].set(0.0))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """The rows of `ids`."""
@@ -309,9 +316,10 @@ class Fused(nnx.Module):
     """Attention whose three projections are one matrix: queries, keys, values."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.in_proj_weight = nnx.Param(0.3 * jax.random.normal(rngs.params(), (36, 12)))
+        self.in_proj_weight = nnx.Param(nnx.initializers.xavier_uniform()(rngs.params(), (36, 12)))
         self.in_proj_bias = nnx.Param(jnp.zeros(36))
         self.out_proj = Linear(12, 12, rngs)
+        self.out_proj.bias = nnx.Param(jnp.zeros(12))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, length, 12) -> the same."""
@@ -362,14 +370,13 @@ def generic_pair(name: str, *, seed: int = 0) -> Pair:
         ids[1, 3:] = 0
         inputs = {"ids": ids}
 
-    def reference() -> Any:
+    # The first seed is that of the pair's own weights; the harness asks for others to see how they are drawn.
+    def reference(seed: int = seed) -> Any:
         torch.manual_seed(seed)
         return getattr(generic_reference, PORTS[name].__name__)()
 
-    return Pair(
-        name=name,
-        reference=reference,
-        port=lambda: PORTS[name](nnx.Rngs(seed)),
-        inputs=inputs,
-        mapping=WeightMapping([Rule("{path*}", "{path*}")]),
-    )
+    def port(seed: int = seed) -> Any:
+        return PORTS[name](nnx.Rngs(seed))
+
+    rules = [Rule("{path*}", "{path*}")]
+    return Pair(name=name, reference=reference, port=port, inputs=inputs, mapping=WeightMapping(rules))

@@ -7,6 +7,7 @@ three go through `parity.ladder.check`, all rungs, as a user's pair does.
 
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,13 +32,14 @@ def run(*, quick: bool, json_file: Path | None, seed: int, workers: int) -> int:
         json_file.parent.mkdir(parents=True, exist_ok=True)
     from parity.selftest import pool
 
-    pool.prepare()  # before anything imports jax
-    from rich.console import Console
+    with tempfile.TemporaryDirectory(prefix="parity-selftest-") as cache:
+        pool.prepare(Path(cache))  # before anything imports jax
+        from rich.console import Console
 
-    from parity.selftest import terminal
+        from parity.selftest import terminal
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    outcome = measure(quick=quick, seed=seed, workers=workers, console=console)
+        console = Console(width=None if sys.stdout.isatty() else 140)
+        outcome = measure(quick=quick, seed=seed, workers=workers, console=console)
     terminal.show(outcome, console=console)
     if json_file is not None:
         json_file.write_text(json.dumps(outcome.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -8,12 +8,14 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Literal
 
 PRELOADED = ("jax", "jax.numpy", "flax.nnx", "numpy", "optax", "orbax.checkpoint", "tokenizers", "torch")
 """Imported once, before the children are forked. None of them starts a device or a thread; no model is among them."""
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 FLAGS = (
     # Much is compiled and little computed.
     "--xla_backend_optimization_level=0",
@@ -33,13 +35,17 @@ class Ended:
     """What the function returned, or the traceback."""
 
 
-def prepare() -> None:
+def prepare(cache: Path | None = None) -> None:
     """Sets the environment of the children, and starts the server that forks them.
 
     Variables that are set already stay; in the children jax and torch use one thread each, and four virtual devices.
+    `cache` is a folder for compiled programs: most of what a fault does not touch is compiled again and again.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if cache is not None:
+        for name, value in {"JAX_COMPILATION_CACHE_DIR": str(cache), **CACHE}.items():
+            os.environ[name] = value
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in FLAGS if flag.split("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()

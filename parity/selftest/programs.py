@@ -28,6 +28,9 @@ def programs(pair: Pair, *, seed: int = 0) -> Programs:
     Raises what the model raises.
     """
     found = {}
+    if pair.port.initial is not None:
+        # By value: a jit with options of its own cannot be traced into another program.
+        found["initial values"] = _of_arrays(jax.tree.leaves(pair.port.initial(seed)))
     for precision in get_args(Precision):
         runner = FlaxRunner(pair.port, precision=precision)
         batches = {"batch": pair.batches(seed=seed)[0]}
@@ -36,13 +39,8 @@ def programs(pair: Pair, *, seed: int = 0) -> Programs:
         for name, inputs in batches.items():
             with runner.numerics():
                 traced = _Traced(runner, inputs, seed)
-                what = ["forward and backward", *(["masks", "dropout", "decoding"] if name == "batch" else [])]
-                if precision == "float64" and name == "batch" and pair.port.initial is not None:
-                    found["initial values"] = _digest(jax.make_jaxpr(lambda: pair.port.initial(seed))())
-                for each in what:
-                    program = traced.of(each)
-                    if program is not None:
-                        found[f"{each}, {name}, {precision}"] = _digest(program)
+                digests = traced.all() if name == "batch" else {"forward and backward": traced.of_call()}
+                found |= {f"{what}, {name}, {precision}": digest for what, digest in digests.items()}
     return found
 
 
@@ -57,42 +55,48 @@ class _Traced:
         self.arrays = {name: array for name, array in arrays.items() if name in trained}
         self.given = runner.inputs(inputs)
 
-    def of(self, what: str) -> Any:
-        """The jaxpr; None where the side does not bring it."""
-        side, given = self.side, self.given
-        model = self.runner.merged(self.arrays | self.fixed)
+    def all(self) -> Programs:
+        """Of whatever the side brings."""
+        found = {"forward and backward": self.of_call()}
+        draw, call, decode = self.side.draw_dropout, self.side.call_with_dropout, self.side.decode
+        given, model = self.given, self.runner.merged(self.arrays | self.fixed)
+        if draw is not None:
+            # By value, as initial values are.
+            masks = draw(model, given, self.seed)
+            found["masks"] = _of_arrays(jax.tree.leaves(masks))
+            if call is not None:
+                found["dropout"] = self._both(lambda module, masks: call(module, given, masks), masks)
+        if decode is not None:
+            merged = self.runner.merged
+            found["decoding"] = _digest(
+                jax.make_jaxpr(lambda t: decode(merged(dict(t) | self.fixed), given))(self.arrays)
+            )
+        return found
 
-        def draw() -> Any:
-            assert side.draw_dropout is not None
-            return side.draw_dropout(model, given, self.seed)
+    def of_call(self) -> str:
+        """Forward and backward, without dropout."""
+        return self._both(lambda module, masks: self.side.call(module, self.given), ())
 
-        if what == "forward and backward":
-            return self._both(lambda module, masks: side.call(module, given), ())
-        if what == "masks":
-            return None if side.draw_dropout is None else jax.make_jaxpr(draw)()
-        if what == "dropout":
-            if side.draw_dropout is None or side.call_with_dropout is None:
-                return None
-            call = side.call_with_dropout
-            return self._both(lambda module, masks: call(module, given, masks), jax.eval_shape(draw))
-        decode = side.decode
-        if decode is None:
-            return None
-        return jax.make_jaxpr(lambda t: decode(self.runner.merged(dict(t) | self.fixed), given))(self.arrays)
-
-    def _both(self, call: Callable[[Any, Any], Any], masks: Any) -> Any:
+    def _both(self, call: Callable[[Any, Any], Any], masks: Any) -> str:
         def loss(trained: Any, masks: Any) -> Any:
             output = call(self.runner.merged(dict(trained) | self.fixed), masks)
             value = jax.tree.leaves(output)[0].sum() if self.side.loss is None else self.side.loss(output, self.given)
             return (value[0] / value[1] if isinstance(value, tuple) else value), output
 
-        return jax.make_jaxpr(jax.value_and_grad(loss, has_aux=True))(self.arrays, masks)
+        return _digest(jax.make_jaxpr(jax.value_and_grad(loss, has_aux=True))(self.arrays, masks))
 
 
 def _digest(program: Any) -> str:
     digest = hashlib.sha256(_ADDRESS.sub("", str(program)).encode())
     for constant in _constants(program):
         digest.update(np.asarray(constant).tobytes())
+    return digest.hexdigest()
+
+
+def _of_arrays(arrays: list[Any]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.asarray(array).tobytes())
     return digest.hexdigest()
 
 
