@@ -1,7 +1,7 @@
 """Where two runs first differ: in a module, between modules, in the backward pass only, in float32 only.
 
-For the first broken rung. Where modules are run, it is looked for twice: by following the values through, and by handing
-each module of the port the reference's own inputs (see follow.py).
+For the first broken rung. Where modules are run, it is looked for twice: by following the values through, and by
+handing each module of the port the reference's own inputs (see follow.py).
 """
 
 import dataclasses

@@ -11,7 +11,7 @@ import pytest
 import torch
 from flax import nnx
 
-from parity.locate import follow
+from parity.follow import follow
 from parity.pair import Pair
 from parity.rungs import Outcome, forward, gradients
 from parity.runs import Runs

@@ -1,0 +1,381 @@
+"""Where two small models first differ, by following the values and by handing over the reference's."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from parity import ladder
+from parity.diagnose import Diagnosis, diagnose_case, suspect
+from parity.follow import MODEL
+from parity.locate import Found, follow_and_hand
+from parity.pair import Pair, Side
+from parity.runs import Runs
+from parity.trace import Trace
+
+WIDTH, HIDDEN, DEPTH = 6, 10, 3
+
+
+class TorchBlock(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.up = torch.nn.Linear(WIDTH, HIDDEN)
+        self.down = torch.nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return x + y * keep[..., None].to(y.dtype)
+
+
+class TorchModel(torch.nn.Module):
+    """Three residual blocks, and beside them a layer of which only the first position is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(9, WIDTH)
+        self.side = torch.nn.Linear(WIDTH, WIDTH)
+        self.blocks = torch.nn.ModuleList(TorchBlock() for _ in range(DEPTH))
+        self.head = torch.nn.Linear(WIDTH, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        x = x + self.side(x)[:, :1]
+        for block in self.blocks:
+            x = block(x, ids != 0)
+        return self.head(x)
+
+
+class Block(nnx.Module):
+    eps = 1e-5
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(WIDTH, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array, keep: jax.Array) -> jax.Array:
+        return x + self.inner(x) * keep[..., None]
+
+    def inner(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(self.norm(x)), approximate=False))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(9, WIDTH, rngs=rngs)
+        self.side = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(DEPTH)])
+        self.head = nnx.Linear(WIDTH, 4, rngs=rngs)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = self.embed(ids)
+        x = x + self.side(x)[:, :1]
+        for block in self.blocks:
+            x = block(x, ids != 0)
+        return self.head(x)
+
+
+IDS = np.array([[1, 4, 2, 7, 0], [8, 3, 0, 0, 0]])
+
+
+def reclass(module: nnx.Module, **methods: Callable[..., Any]) -> None:
+    """Gives one module other methods; the others of its class keep theirs."""
+    module.__class__ = type(type(module).__name__, (type(module),), methods)
+
+
+def pair(*faults: Callable[[Model], None], **changes: Any) -> Pair:
+    def build() -> Model:
+        model = Model(nnx.Rngs(0))
+        for fault in faults:
+            fault(model)
+        return model
+
+    side = Side(build=build)
+    return Pair(reference=TorchModel, port=side, inputs={"ids": IDS}, weights=WEIGHTS, **changes)
+
+
+torch.manual_seed(5)
+WEIGHTS: Mapping[str, np.ndarray] = {
+    name: p.detach().numpy() + 0.05 * np.random.default_rng(1).normal(size=p.shape).astype(np.float32)
+    for name, p in TorchModel().named_parameters()
+}
+
+
+@pytest.fixture(scope="module")
+def reference() -> Trace:
+    return Runs(pair()).reference("float64")
+
+
+def located(reference: Trace, *faults: Callable[[Model], None]) -> tuple[Found, Diagnosis | None]:
+    runs = Runs(pair(*faults))
+    runs._traces["reference", "float64", 0] = reference
+    port = runs.port("float64")
+    found = follow_and_hand(runs, reference, port, runs.batches[0], handed=runs.handed)
+    assert found is not None
+    return found, None if found.case is None else diagnose_case(found.case)
+
+
+def norm_eps(i: int) -> Callable[[Model], None]:
+    return lambda model: setattr(model.blocks[i].norm, "epsilon", 1e-6)
+
+
+@pytest.mark.parametrize("i", range(DEPTH))
+def test_a_module_at_every_place(reference: Trace, i: int) -> None:
+    found, diagnosis = located(reference, norm_eps(i))
+    assert found.location.module == f"blocks.{i}.norm"
+    assert found.location.handed == (f"blocks.{i}.norm",)
+    assert found.location.agree
+    assert found.location.persists
+    assert diagnosis is not None
+    assert diagnosis.kind == "norm eps"
+
+
+def test_a_fault_between_submodules_is_the_fault_of_the_module_around_them(reference: Trace) -> None:
+    def tanh_form(self: Any, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(self.norm(x)), approximate=True))
+
+    found, diagnosis = located(reference, lambda model: reclass(model.blocks[1], inner=tanh_form))
+    assert found.location.module == "blocks.1"
+    expected = "between blocks.1.up, the last that is equal, and blocks.1.down, which is given something else"
+    assert found.location.explanation == expected
+    assert found.location.handed == ("blocks.1",)
+    assert diagnosis is not None
+    assert diagnosis.kind == "gelu approximation"
+
+
+def test_a_residual_that_is_missing(reference: Trace) -> None:
+    def without(self: Any, x: jax.Array, keep: jax.Array) -> jax.Array:
+        return self.inner(x) * keep[..., None]
+
+    found, _ = located(reference, lambda model: reclass(model.blocks[2], __call__=without))
+    assert found.location.module == "blocks.2"
+    assert found.location.agree
+
+
+def test_between_modules_of_the_model_itself(reference: Trace) -> None:
+    def scaled(self: Any, ids: jax.Array) -> jax.Array:
+        x = self.embed(ids) * WIDTH**0.5
+        x = x + self.side(x)[:, :1]
+        for block in self.blocks:
+            x = block(x, ids != 0)
+        return self.head(x)
+
+    found, diagnosis = located(reference, lambda model: reclass(model, __call__=scaled))
+    assert found.location.module == MODEL
+    assert "between embed, the last that is equal, and side" in found.location.explanation
+    assert found.location.handed[0] == MODEL
+    assert diagnosis is not None
+    assert diagnosis.kind == "embedding scale doubled"
+
+
+def test_a_mask_that_is_handed_on_otherwise_is_not_the_fault_of_who_is_given_it(reference: Trace) -> None:
+    def inverted(self: Any, ids: jax.Array) -> jax.Array:
+        x = self.embed(ids)
+        x = x + self.side(x)[:, :1]
+        for block in self.blocks:
+            x = block(x, ids == 0)
+        return self.head(x)
+
+    found, diagnosis = located(reference, lambda model: reclass(model, __call__=inverted))
+    assert found.location.module == MODEL
+    assert diagnosis is not None
+    assert diagnosis.kind == "mask inverted"
+
+
+def test_two_faults_at_once_are_both_found_by_handing(reference: Trace) -> None:
+    found, _ = located(reference, norm_eps(0), norm_eps(2))
+    assert found.location.module == "blocks.0.norm"
+    assert found.location.handed == ("blocks.0.norm", "blocks.2.norm")
+    assert any("blocks.2.norm" in sentence for sentence in found.location.sentences)
+
+
+def test_a_module_that_is_not_called(reference: Trace) -> None:
+    def skipping(self: Any, ids: jax.Array) -> jax.Array:
+        x = self.embed(ids)
+        x = x + self.side(x)[:, :1]
+        for i in (0, 2):
+            x = self.blocks[i](x, ids != 0)
+        return self.head(x)
+
+    found, _ = located(reference, lambda model: reclass(model, __call__=skipping))
+    assert found.location.module == "blocks.1"
+    assert found.location.explanation == "the port does not call it"
+    assert not found.called
+    report = ladder.check(pair(lambda model: reclass(model, __call__=skipping)), rungs=("weights", "forward"))
+    assert report.diagnosis is not None
+    assert report.diagnosis.kind == "layer skipped"
+
+
+def test_a_spike_is_told_from_a_step(reference: Trace) -> None:
+    """Only the first position of `side` is used: what differs elsewhere does not reach the output."""
+
+    def off_behind_the_first(self: Any, x: jax.Array) -> jax.Array:
+        y = nnx.Linear.__call__(self, x)
+        return y.at[:, 1:].add(1.0)
+
+    found, _ = located(reference, lambda model: reclass(model.side, __call__=off_behind_the_first))
+    assert found.location.module == "side"
+    assert found.location.persists is False
+    assert any("vanished" in sentence for sentence in found.location.sentences)
+
+
+def test_a_gradient_alone_is_located_at_the_parameter_nearest_to_the_loss() -> None:
+    def stopped(self: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.stop_gradient(nnx.Linear.__call__(self, x))
+
+    wrong = pair(lambda model: reclass(model.blocks[1].up, __call__=stopped))
+    report = ladder.check(wrong, rungs=("weights", "forward", "gradients"))
+    assert report.first_difference is not None
+    assert report.first_difference.module in ("blocks.1.up.kernel", "blocks.1.up.bias")
+    assert "outputs are equal" in report.first_difference.explanation
+    assert report.diagnosis is not None
+    assert report.diagnosis.kind == "gradient stopped"
+    marked = [node.path for node in report.tree if node.status == "first difference"]
+    assert marked == ["blocks.1.up"]
+
+
+def test_a_low_precision_in_float32_alone_is_located() -> None:
+    def narrow(self: Any, x: jax.Array) -> jax.Array:
+        y = nnx.Linear.__call__(self, x)
+        return y if y.dtype == jnp.float64 else y.astype(jnp.bfloat16).astype(y.dtype)
+
+    report = ladder.check(
+        pair(lambda model: reclass(model.blocks[0].up, __call__=narrow)), rungs=("weights", "forward")
+    )
+    assert report.first_difference is not None
+    assert report.first_difference.module == "blocks.0.up"
+    assert "float32" in report.first_difference.explanation
+    assert report.diagnosis is not None
+    assert report.diagnosis.kind == "low precision product"
+
+
+def test_what_hard_inputs_alone_show_is_located_within_their_run() -> None:
+    def wrong_where_nothing_is_kept(self: Any, x: jax.Array, keep: jax.Array) -> jax.Array:
+        empty = ~keep.any(axis=1)[:, None, None]
+        return jnp.where(empty, x + 1.0, Block.__call__(self, x, keep))
+
+    hard = {"rows of padding only": {"ids": np.zeros((2, 4), int)}}
+    wrong = pair(
+        lambda model: reclass(model.blocks[1], __call__=wrong_where_nothing_is_kept), adversarial=lambda seed: hard
+    )
+    report = ladder.check(wrong, rungs=("weights", "forward", "adversarial"))
+    assert report.rung("forward").passed
+    assert report.first_difference is not None
+    assert report.first_difference.module == "blocks.1"
+    assert "with rows of padding only" in report.first_difference.explanation
+
+
+def test_a_norm_that_is_probed_by_itself_is_diagnosed() -> None:
+    """Its variance is E[x²] - E[x]²: on well-behaved numbers as good as any."""
+    report = ladder.check(
+        pair(lambda model: setattr(model.blocks[2].norm, "use_fast_variance", True)),
+        rungs=("weights", "forward", "adversarial"),
+    )
+    assert report.first_difference is not None
+    assert report.first_difference.module == "blocks.2.norm"
+    assert report.diagnosis is not None
+    assert report.diagnosis.kind == "fast variance"
+
+
+def test_hyper_parameters_are_diagnosed_without_a_run() -> None:
+    report = ladder.check(pair(norm_eps(1)), rungs=("inventory",))
+    assert report.first_difference is not None
+    assert report.first_difference.module == "blocks.1.norm"
+    assert report.diagnosis is not None
+    assert report.diagnosis.kind == "norm eps"
+    assert report.diagnosis.fix == "epsilon=1e-05"
+
+
+def test_an_equal_pair_has_no_diagnosis_and_a_tree_that_is_equal() -> None:
+    report = ladder.check(pair(), rungs=("inventory", "weights", "forward", "gradients"))
+    assert report.passed
+    assert report.first_difference is None
+    assert report.diagnosis is None
+    assert {node.status for node in report.tree} == {"equal", "not compared"}
+    lists = [node.path for node in report.tree if node.status == "not compared"]
+    assert lists == ["blocks"], "a list is called by nobody"
+
+
+def test_the_tree_of_a_pair_that_differs() -> None:
+    report = ladder.check(pair(norm_eps(1)), rungs=("weights", "forward"))
+    by_path = {node.path: node for node in report.tree}
+    assert by_path["blocks.0"].status == "equal"
+    assert by_path["blocks.1.norm"].status == "first difference"
+    assert by_path["blocks.1.down"].status == by_path["blocks.2"].status == by_path[""].status == "differs"
+    assert by_path["blocks.1.norm"].depth == 3
+    assert by_path["blocks.1.norm"].type == "LayerNorm"
+    assert by_path["blocks.1"].type == "TorchBlock | Block"
+    assert by_path["blocks.1.norm"].error is not None
+    assert by_path["blocks.1.norm"].error > 1e-12
+    paths = [node.path for node in report.tree]
+    assert paths.index("blocks.1") < paths.index("blocks.1.norm") < paths.index("blocks.2")
+
+
+def test_a_users_suspect_explains_what_no_other_does() -> None:
+    def odd(self: Any, x: jax.Array) -> jax.Array:
+        return jnp.sin(nnx.Linear.__call__(self, x) + 0.25)
+
+    @suspect("sine", sentence="the port takes a sine there", fix="return the sum itself")
+    def sine(case: Any) -> np.ndarray:
+        # What the reference returns, by what the port's module is given.
+        return case.x @ case.weights["kernel"] + case.weights["bias"]
+
+    def wrong(model: Model) -> None:
+        reclass(model.blocks[1].up, __call__=odd)
+
+    plain = ladder.check(pair(wrong), rungs=("weights", "forward"))
+    assert plain.first_difference is not None
+    assert plain.first_difference.module == "blocks.1.up"
+    assert plain.diagnosis is None, "no suspect explains it, so nothing is said"
+    report = ladder.check(pair(wrong, suspects=(sine,)), rungs=("weights", "forward"))
+    assert report.diagnosis is not None
+    assert report.diagnosis.kind == "sine"
+    assert str(report.diagnosis) == "the port takes a sine there; fix: return the sum itself."
+
+
+def test_weights_are_exchanged_where_the_formula_is_unknown() -> None:
+    """A module of the user's own, whose matrix is square and not transposed."""
+
+    class TorchOwn(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = torch.nn.Parameter(torch.randn(5, 5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cumsum(torch.tanh(x @ self.mix.T), dim=1)
+
+    class Own(nnx.Module):
+        def __init__(self) -> None:
+            self.mix = nnx.Param(jnp.zeros((5, 5)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return jnp.cumsum(jnp.tanh(x @ self.mix[...]), axis=1)
+
+    class TorchOuter(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = TorchOwn()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.own(x)
+
+    class Outer(nnx.Module):
+        def __init__(self) -> None:
+            self.own = Own()
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.own(x)
+
+    x = np.random.default_rng(0).normal(size=(2, 4, 5))
+    report = ladder.check(Pair(reference=TorchOuter, port=Outer, inputs={"x": x}), rungs=("weights", "forward"))
+    assert report.first_difference is not None
+    assert report.first_difference.module == "own"
+    assert report.diagnosis is not None
+    assert report.diagnosis.kind == "kernel transposed"
+    assert "mix transposed" in report.diagnosis.sentence
