@@ -11,7 +11,7 @@ from parity.runs import Runs
 from parity.weights.mapping import Step
 from parity.weights.rules import Kind
 
-MAX_ELEMENTS = 1 << 22
+MAX_ELEMENTS = 1 << 20
 """Parameters of more elements than this in all are compared in part: clipping and optimizers treat elements alike, and
 float64 gradients, weights and moments of a model of hundreds of millions would not fit beside the rest."""
 

@@ -97,10 +97,9 @@ class FlaxTraining:
             return float(loss)
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """As they are now, in float64."""
+        """As they are until the next step, in float64."""
         with self.runner.numerics():
-            # Copies: a step may give up the memory of the state that goes in.
-            return {name: np.array(p, np.float64) for name, p in self.training.parameters(self.state).items()}
+            return {name: np.asarray(p, np.float64) for name, p in self.training.parameters(self.state).items()}
 
 
 class Initial:

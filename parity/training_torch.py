@@ -89,8 +89,9 @@ class TorchTraining:
         return float(loss)
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """As they are now, in float64; copies."""
-        return {name: to_numpy(p).astype(np.float64) for name, p in self.training.parameters(self.state).items()}
+        """As they are until the next step, in float64."""
+        parameters = self.training.parameters(self.state)
+        return {name: to_numpy(p).astype(np.float64, copy=False) for name, p in parameters.items()}
 
 
 def initial(side: Side, seed: int, names: frozenset[str]) -> dict[str, np.ndarray]:

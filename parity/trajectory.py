@@ -8,15 +8,21 @@ from typing import Any, Protocol
 import numpy as np
 
 from parity import training
+from parity.compare import norm
 from parity.pair import Inputs, Masks, Side
 from parity.rungs import NotComparedError
 from parity.runs import Runs, zero_among
-from parity.tolerances import TRAJECTORY_DRAWS, TRAJECTORY_LOSS, TRAJECTORY_RATIO, trained_apart
+from parity.tolerances import TRAJECTORY_DRAWS, TRAJECTORY_ELEMENT, TRAJECTORY_LOSS, TRAJECTORY_RATIO, trained_apart
 from parity.trace import LOSS
 from parity.training import Trained
 from parity.weights.variation import moved_by_a_rounding
 
 Tensors = Mapping[str, np.ndarray]
+
+ELEMENT = " (its largest difference)"
+
+LARGE = 1 << 24
+"""Parameters from which on memory matters: then no other run is kept beside the two trainings."""
 
 
 class Trainer(Protocol):
@@ -26,7 +32,7 @@ class Trainer(Protocol):
         """Takes a step; the loss before it."""
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """The trained ones by the side's own names, as they are now."""
+        """The trained ones by the side's own names, as they are until the next step."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -40,7 +46,9 @@ class Trajectory:
     largest_changes: list[float] = dataclasses.field(default_factory=list)
     """Of any parameter of the reference."""
     distances: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    """Largest difference between the two, by the port's names."""
+    """Root mean square difference between the two, by the port's names."""
+    elements: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    """Largest difference of an element."""
     sizes: dict[str, float] = dataclasses.field(default_factory=dict)
     """Largest absolute value of each parameter."""
     unchanged: dict[str, list[int]] = dataclasses.field(default_factory=lambda: {"reference": [], "port": []})
@@ -69,15 +77,24 @@ class Trajectory:
             own = [TRAJECTORY_LOSS] * len(self.losses)
         else:
             own = [trained_apart(way, i + 1, self.sizes[name]) for i, way in enumerate(self.ways)]
-        return [
-            max(bound, TRAJECTORY_RATIO * x)
-            for bound, x in zip(own, self.further.get(name, [0.0] * len(own)), strict=True)
-        ]
+        return self._with_further(own, name)
+
+    def element_bounds(self, name: str) -> list[float]:
+        """For the element that differs most."""
+        ways = enumerate(self.ways)
+        own = [trained_apart(way, i + 1, self.sizes[name], per_unit=TRAJECTORY_ELEMENT) for i, way in ways]
+        return self._with_further(own, name + ELEMENT)
+
+    def _with_further(self, bounds: list[float], name: str) -> list[float]:
+        further = self.further.get(name, [0.0] * len(bounds))
+        return [max(bound, TRAJECTORY_RATIO * x) for bound, x in zip(bounds, further, strict=True)]
 
     def within(self) -> bool:
         """Whether every loss and every parameter whose gradient is not zero is within its bound."""
-        every = {LOSS: self.loss_errors} | {n: d for n, d in self.distances.items() if n not in self.zero}
-        return all(x <= b for name, d in every.items() for x, b in zip(d, self.bounds(name), strict=True))
+        judged = [(self.loss_errors, self.bounds(LOSS))]
+        judged += [(d, self.bounds(n)) for n, d in self.distances.items() if n not in self.zero]
+        judged += [(d, self.element_bounds(n)) for n, d in self.elements.items() if n not in self.zero]
+        return all(x <= bound for found, bounds in judged for x, bound in zip(found, bounds, strict=True))
 
     @property
     def loss_errors(self) -> list[float]:
@@ -91,23 +108,31 @@ def train_both(runs: Runs, *, num_steps: int) -> Trajectory:
     Raises NotComparedError if a side brings neither a training step of its own nor an optimizer.
     """
     names = training.trained(runs, max_elements=None)
+    if sum(int(np.prod(shape)) for shape in names.shapes.values()) > LARGE:
+        runs.release()
     reference, port = _reference(runs, names), _port(runs, names)
     found = Trajectory(held=runs.derived.held)
-    before, before_there = reference.parameters(), port.parameters()
+    before = {name: array.copy() for name, array in reference.parameters().items()}
+    digests = {"reference": digest(before), "port": digest(port.parameters())}
     for step in range(1, num_steps + 1):
         inputs = training.batch_of(runs, step)
         masks = runs.draw_masks("reference", runs.seed + step, inputs=inputs)
         if step == 1:
             found.zero = _zero(runs, inputs, masks)
         found.losses.append((reference.step(inputs, masks), _step(runs, port, inputs, masks)))
-        after, after_there = reference.parameters(), port.parameters()
         found.rates.append(_rate(runs, reference, step))
-        found.largest_changes.append(max(_distance(after[name], before[name]) for name in after))
-        for side, old, new in (("reference", before, after), ("port", before_there, after_there)):
-            if digest(old) == digest(new):
+        after, after_there = reference.parameters(), port.parameters()
+        _measure(found, names, after, after_there)
+        for side, parameters in (("reference", after), ("port", after_there)):
+            if digests[side] == (new := digest(parameters)):
                 found.unchanged[side].append(step)
-        _measure(found, names.in_port_layout(after, kind="value"), after_there)
-        before, before_there = after, after_there
+            digests[side] = new
+        largest = 0.0
+        for name, array in after.items():
+            largest = max(largest, _distances(array, before[name])[1])
+            np.copyto(before[name], array)
+        found.largest_changes.append(largest)
+        del after, after_there  # they may be views of what the next step changes
     return found
 
 
@@ -142,15 +167,17 @@ def judge_again(runs: Runs, found: Trajectory) -> int:
 
 def _beside_itself(runs: Runs, names: Trained, moved: Tensors, *, num_steps: int) -> dict[str, list[float]]:
     """Distances between the reference's training and that from other weights, after each step, and of the losses."""
-    here, there = _reference(runs, names), _reference(runs, names, weights=moved)
+    here, there = (_reference(runs, names, weights=weights) for weights in (None, moved))
     found: dict[str, list[float]] = {LOSS: []}
     for step in range(1, num_steps + 1):
         inputs = training.batch_of(runs, step)
         masks = runs.draw_masks("reference", runs.seed + step, inputs=inputs)
         found[LOSS].append(_relative(there.step(inputs, masks), here.step(inputs, masks)))
-        apart = {name: array - there.parameters()[name] for name, array in here.parameters().items()}
+        others = there.parameters()
+        apart = {name: array - others[name] for name, array in here.parameters().items()}
         for name, difference in names.in_port_layout(apart, kind="value").items():
-            found.setdefault(name, []).append(float(np.abs(difference).max(initial=0.0)))
+            found.setdefault(name, []).append(_mean(difference))
+            found.setdefault(name + ELEMENT, []).append(float(np.abs(difference).max(initial=0.0)))
     return found
 
 
@@ -290,22 +317,31 @@ def _zero(runs: Runs, inputs: Inputs, masks: Masks) -> frozenset[str]:
     return zero_among(runs.gradients_in_port_layout(trace), runs.summed_in_port_layout(trace))
 
 
-def _measure(found: Trajectory, expected: Tensors, got: Tensors) -> None:
-    for name in [*expected, *(name for name in got if name not in expected)]:
-        both = name in expected and name in got
-        distance = _distance(got[name], expected[name]) if both else float("inf")
-        found.distances.setdefault(name, []).append(distance)
-        if name in expected and expected[name].size:
-            found.sizes[name] = max(found.sizes.get(name, 0.0), float(np.abs(expected[name]).max()))
-        found.sizes.setdefault(name, 0.0)
+def _measure(found: Trajectory, names: Trained, theirs: Tensors, ours: Tensors) -> None:
+    """Distances of every parameter; a few at a time are brought into the port's layout."""
+    for step in names.steps:
+        for name, expected in step.apply({name: theirs[name] for name in step.sources}).items():
+            mean, largest = _distances(ours[name], expected) if name in ours else (float("inf"), float("inf"))
+            found.distances.setdefault(name, []).append(mean)
+            found.elements.setdefault(name, []).append(largest)
+            found.sizes[name] = max(found.sizes.get(name, 0.0), float(np.abs(expected).max(initial=0.0)))
+    for name in ours.keys() - names.port_shapes.keys():
+        found.distances.setdefault(name, []).append(float("inf"))
+        found.elements.setdefault(name, []).append(float("inf"))
+        found.sizes[name] = 0.0
 
 
-def _distance(got: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference of two elements; infinite for other shapes, and where one is not finite."""
+def _distances(got: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+    """Root mean square and largest difference; infinite for other shapes, and where one is not finite."""
     if got.shape != expected.shape:
-        return float("inf")
-    largest = float(np.abs(got - expected).max(initial=0.0))
-    return largest if np.isfinite(largest) else float("inf")
+        return float("inf"), float("inf")
+    difference = got - expected
+    largest = float(np.abs(difference).max(initial=0.0))
+    return (_mean(difference), largest) if np.isfinite(largest) else (float("inf"), float("inf"))
+
+
+def _mean(difference: np.ndarray) -> float:
+    return norm(difference) / max(1, difference.size) ** 0.5
 
 
 def _relative(found: float, expected: float) -> float:

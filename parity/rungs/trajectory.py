@@ -1,11 +1,11 @@
 """Rung 14: training steps in both, losses and parameters compared after each.
 
-Evidence: `losses` [(reference, port)], `rates`, `distances` {parameter: one a step} and `bounds` alike; `unchanged`
-{side: steps after which nothing had changed}; `first`, the first step that departs, and `departure`, `jump` or `drift`.
+Evidence: `losses` [(reference, port)], `rates`, `distances` {parameter: root mean square, one a step} and `bounds`
+alike; `unchanged` {side: steps after which nothing had changed}; `first`, the first step that departs, and `departure`,
+`jump` or `drift`.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from parity.compare import Comparison
 from parity.rungs import Outcome, section
@@ -17,7 +17,10 @@ from parity.tolerances import (
     TRAJECTORY_ZERO_RULE,
 )
 from parity.trace import LOSS
-from parity.trajectory import Trajectory, judge_again, train_both
+from parity.trajectory import ELEMENT, LARGE, Trajectory, judge_again, train_both
+
+NUM_STEPS, NUM_STEPS_OF_LARGE = 10, 3
+"""Where the pair names no number."""
 
 JUMP = 100.0
 """A distance that grew by this factor within one step is a jump; drift grows with the steps."""
@@ -25,10 +28,12 @@ JUMP = 100.0
 
 def climb(runs: Runs) -> Outcome:
     """Losses, parameters, those with a zero gradient apart, and whether the steps changed anything at all."""
-    found = train_both(runs, num_steps=runs.pair.training_steps)
+    found = train_both(runs, num_steps=_num_steps(runs))
     again = 0 if found.within() else judge_again(runs, found)
     losses = list(_losses(found))
-    parameters = [_parameter(found, name) for name in found.distances if name not in found.zero]
+    names = [name for name in found.distances if name not in found.zero]
+    parameters = [_parameter(name, found.distances[name], found.bounds(name)) for name in names]
+    parameters += [_parameter(name + ELEMENT, found.elements[name], found.element_bounds(name)) for name in names]
     noise = [_zero(found, name) for name in sorted(found.zero)]
     sections = [
         section("losses", "float64", TRAJECTORY_LOSS_RULE, losses),
@@ -53,6 +58,13 @@ def climb(runs: Runs) -> Outcome:
     )
 
 
+def _num_steps(runs: Runs) -> int:
+    if runs.pair.training_steps is not None:
+        return runs.pair.training_steps
+    large = sum(array.size for array in runs.weights.values()) > LARGE
+    return NUM_STEPS_OF_LARGE if large else NUM_STEPS
+
+
 def _losses(found: Trajectory) -> Iterator[Comparison]:
     every = zip(found.losses, found.loss_errors, found.bounds(LOSS), strict=True)
     for number, ((theirs, ours), error, bound) in enumerate(every, start=1):
@@ -60,9 +72,8 @@ def _losses(found: Trajectory) -> Iterator[Comparison]:
         yield Comparison(tensor=f"loss of step {number}", error=error, bound=bound, detail=detail)
 
 
-def _parameter(found: Trajectory, name: str) -> Comparison:
+def _parameter(name: str, distances: list[float], bounds: list[float]) -> Comparison:
     """The step at which it came nearest to its bound, or the first beyond it."""
-    distances, bounds = found.distances[name], found.bounds(name)
     shares = [_share(distance, bound) for distance, bound in zip(distances, bounds, strict=True)]
     beyond = next((i for i, share in enumerate(shares) if not share <= 1.0), None)
     worst = shares.index(max(shares)) if beyond is None else beyond
@@ -73,7 +84,7 @@ def _parameter(found: Trajectory, name: str) -> Comparison:
 
 
 def _zero(found: Trajectory, name: str) -> Comparison:
-    return Comparison(tensor=name, error=max(found.distances[name]), bound=found.summed_rates[-1])
+    return Comparison(tensor=name, error=max(found.elements[name]), bound=found.summed_rates[-1])
 
 
 def _moves(found: Trajectory) -> Iterator[Comparison]:
@@ -91,12 +102,11 @@ def _departure(found: Trajectory) -> tuple[int | None, str]:
     for name, distances in found.distances.items():
         if name in found.zero:
             continue
-        bounds = found.bounds(name)
-        for i, (distance, bound) in enumerate(zip(distances, bounds, strict=True)):
-            if not distance <= bound:
-                if first is None or i + 1 < first[0]:
-                    first = (i + 1, _kind(distances, bounds, i))
-                break
+        for one, bounds in ((distances, found.bounds(name)), (found.elements[name], found.element_bounds(name))):
+            beyond = (i for i, (x, bound) in enumerate(zip(one, bounds, strict=True)) if not x <= bound)
+            at = next(beyond, None)
+            if at is not None and (first is None or at + 1 < first[0]):
+                first = (at + 1, _kind(one, bounds, at))
     return first or (None, "")
 
 
@@ -110,8 +120,7 @@ def _kind(distances: list[float], bounds: list[float], at: int) -> str:
 
 def _notes(found: Trajectory, first: int | None, departure: str, again: int) -> Iterator[str]:
     steps, way = len(found.losses), found.summed_rates[-1]
-    compared: Any = [name for name in found.distances if name not in found.zero]
-    furthest = max((found.distances[name][-1] for name in compared), default=0.0)
+    furthest = max((found.elements[name][-1] for name in found.elements if name not in found.zero), default=0.0)
     per_unit = f", {furthest / way:.1e} for each unit of it" if way > 0 else ""
     yield f"{steps} steps, rates summed to {way:.3g}: parameters at most {furthest:.1e} apart at the end{per_unit}"
     if again and found.within():

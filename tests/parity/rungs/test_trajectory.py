@@ -56,9 +56,9 @@ def test_a_composed_training_stays_together() -> None:
     assert not failed(outcome), [s.failures[:3] for s in outcome.sections]
     losses, parameters, moves = outcome.sections[:3]
     assert len(losses.comparisons) == 5
-    assert {c.tensor for c in parameters.comparisons} | set(outcome.evidence["distances"]) == {
-        "first.kernel", "first.bias", "norm.scale", "norm.bias", "second.kernel", "second.bias"
-    }  # fmt: skip
+    names = {"first.kernel", "norm.scale", "norm.bias", "second.kernel", "second.bias"}
+    assert {c.tensor for c in parameters.comparisons} == names | {name + trajectory.ELEMENT for name in names}
+    assert set(outcome.evidence["distances"]) == names | {"first.bias"}
     assert len({loss for loss, _ in outcome.evidence["losses"]}) == 5, "new inputs and masks every step"
     assert outcome.evidence["rates"] == pytest.approx([RATE / n for n in range(1, 6)])
     assert [c.tensor for c in moves.comparisons] == ["the reference", "the port"]
@@ -177,9 +177,22 @@ def test_dropout_at_other_places_is_left_to_its_own_rung() -> None:
         climb(port={"build": Without}, steps=1)
 
 
+def test_an_element_by_itself_is_seen() -> None:
+    adam = optax.adam(RATE)
+
+    def update(gradients: Any, state: Any, params: Any) -> Any:
+        updates, state = adam.update(gradients, state, params)
+        kernel = updates["second.kernel"]
+        return updates | {"second.kernel": kernel.at[0, 0].multiply(1 + 1e-5)}, state
+
+    outcome = climb(steps=1, port={"optimizer": optax.GradientTransformation(adam.init, update)})
+    failures = {c.tensor for s in outcome.sections for c in s.failures}
+    assert failures == {"second.kernel", "second.kernel" + trajectory.ELEMENT}
+
+
 def test_what_rounding_alone_does_is_judged_by_the_reference_beside_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a bound far too small, trainings of the reference settle it; a fault, they do not."""
-    monkeypatch.setattr(trajectory, "trained_apart", lambda way, steps, largest: 1e-18)
+    monkeypatch.setattr(trajectory, "trained_apart", lambda way, steps, largest, per_unit=0.0: 1e-18)
     outcome = climb(steps=3)
     assert not failed(outcome)
     assert any("trainings of the reference beside itself" in note for note in outcome.notes)
@@ -206,7 +219,7 @@ def test_a_hundred_steps_of_the_twins_with_dropout() -> None:
     way = found.summed_rates[-1]
     assert way > 1.0, "steps that move the parameters"
     assert found.losses[-1][0] < found.losses[0][0] - 0.3, "and learn something"
-    apart = {name: d[-1] for name, d in found.distances.items() if name not in found.zero}
+    apart = {name: d[-1] for name, d in found.elements.items() if name not in found.zero}
     assert max(apart.values()) < TRAJECTORY_PARAMETERS * way
     assert all(name.endswith("k_proj.bias") for name in found.zero)
     assert len(found.zero) == 3
@@ -230,7 +243,8 @@ def test_the_twins_real_steps_are_compared_not_copies_of_them() -> None:
 
 
 def test_not_finite_is_not_equal() -> None:
-    assert trajectory._distance(np.array([np.nan]), np.array([np.nan])) == float("inf")
-    assert trajectory._distance(np.ones(2), np.ones(3)) == float("inf")
+    infinite = (float("inf"), float("inf"))
+    assert trajectory._distances(np.array([np.nan]), np.array([np.nan])) == infinite
+    assert trajectory._distances(np.ones(2), np.ones(3)) == infinite
     assert trajectory._relative(float("nan"), float("nan")) == float("inf")
     assert trajectory._relative(float("inf"), float("inf")) == float("inf")
