@@ -92,7 +92,28 @@ def _found(runs: Runs, failed: Rung) -> Found | None:
         return Found(location=_beyond_outputs(runs, failed, runs.reference("float64")))
     if failed.name == "adversarial":
         return _adversarial(runs, failed)
+    if failed.name == "dropout":
+        found = _in_training(runs, failed)
+        if found is not None:
+            return found
     return _worst(failed)
+
+
+def _in_training(runs: Runs, failed: Rung) -> Found | None:
+    """Within runs in training mode with the same masks, where these differ."""
+    masks = failed.outcome.evidence.get("masks")
+    handed = [s for s in failed.outcome.sections if s.title.startswith("training mode") and s.precision == "float64"]
+    if not any(s.failures for s in handed):
+        return None
+    inputs = runs.batches[0]
+    options: dict[str, Any] = {"training": True, "masks": masks or None}
+    reference, port = (run(inputs, "float64", **options) for run in (runs.run_reference, runs.run_port))
+    found = follow_and_hand(runs, reference, port, inputs, bounds=runs.float64_bounds(0), masks=masks)
+    if found is None:
+        nearest = nearest_to_the_loss(handed[0].failures, reference, explanation="in training mode, its gradient")
+        return None if nearest is None else Found(location=nearest)
+    explanation = "; ".join(part for part in ("in training mode", found.location.explanation) if part)
+    return dataclasses.replace(found, location=dataclasses.replace(found.location, explanation=explanation))
 
 
 def _worst(failed: Rung) -> Found | None:
@@ -100,10 +121,24 @@ def _worst(failed: Rung) -> Found | None:
     failures = [failure for section in failed.outcome.sections for failure in section.failures]
     if not failures:
         return None
-    # Static facts have no size: the first, in the order of the modules.
-    first = failures[0] if failed.name in ("inventory", "trajectory") else max(failures, key=lambda c: c.error)
-    name = first.tensor.rpartition(": ")[0] if failed.name == "inventory" and ": " in first.tensor else first.tensor
-    return Found(location=Location(module=name, error=first.error, explanation=first.detail or failed.title))
+    first = (
+        failures[0] if failed.name in ("inventory", "trajectory", "dropout") else max(failures, key=lambda c: c.error)
+    )
+    return Found(
+        location=Location(module=_place(failed, first), error=first.error, explanation=first.detail or failed.title)
+    )
+
+
+def _place(failed: Rung, first: Comparison) -> str:
+    """The module or parameter out of a comparison's name: `norm: eps`, `port: norm`, `drop, port`."""
+    name = first.tensor.partition(" (batch")[0]
+    if failed.name == "inventory" and ": " in name:
+        return name.rpartition(": ")[0]
+    if failed.name == "preflight" and ": " in name:
+        return name.partition(": ")[2]
+    if failed.name == "dropout":
+        return name.partition(", ")[0]
+    return name
 
 
 def _adversarial(runs: Runs, failed: Rung) -> Found | None:
@@ -139,7 +174,14 @@ def _probed(runs: Runs, module: str, kind: str) -> Case | None:
     return builder(runs, alone, dataclasses.replace(alone, outputs={module: got}), {}).case(module)
 
 
-def builder(runs: Runs, reference: Trace, port: Trace, inputs: Inputs) -> CaseBuilder:
+def builder(
+    runs: Runs,
+    reference: Trace,
+    port: Trace,
+    inputs: Inputs,
+    *,
+    masks: Mapping[str, np.ndarray] | None = None,
+) -> CaseBuilder:
     """Of two runs of the same inputs, with everything that is known of the modules."""
 
     def run(weights: Mapping[str, np.ndarray]) -> Trace:
@@ -152,7 +194,8 @@ def builder(runs: Runs, reference: Trace, port: Trace, inputs: Inputs) -> CaseBu
         paths={theirs: ours for ours, theirs in runs.derived.modules.items()},
         port_weights=runs.port_weights,
         inputs=inputs,
-        run=run if inputs else None,
+        run=run if inputs and not masks else None,
+        masks=masks,
     )
 
 
@@ -165,13 +208,14 @@ def follow_and_hand(
     handed: Any = None,
     number: int = 0,
     bounds: Mapping[str, float] | None = None,
+    masks: Mapping[str, np.ndarray] | None = None,
 ) -> Found | None:
     """Both ways of looking; `handed` is called with the number of the batch, and only if anything differs."""
     names = runs.comparable(reference, port)
     found = follow(port, reference, names=names, bounds=bounds)
     if found is None:
         return None
-    cases_of = builder(runs, reference, port, inputs)
+    cases_of = builder(runs, reference, port, inputs, masks=masks)
     call = cases_of.around(found.call)
     case = cases_of.case(call)
     places: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from parity.diagnose import dropout
 from parity.diagnose.activations import FIXES
 from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, distance, kind
@@ -55,6 +56,7 @@ CONCATENATION = kind("concatenation order", "tensors put side by side in another
 NOT_CALLED = kind("module not called", "a module that the port has and does not call")
 
 INPUT = "its input"
+DROPPED_AT = " dropped out at "
 RATES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 
 
@@ -91,7 +93,18 @@ def leaves(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     reference = {**{n: r for n, (r, _) in inside.items()}, **given, **own}
     port = {**{n: p for n, (_, p) in inside.items() if p is not None}, **given}
     port |= {name.removeprefix(prefix): array for name, array in case.later.items()} | own
-    return reference, port
+    return _dropped(case, reference) | reference, _dropped(case, port) | port
+
+
+def _dropped(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same with the masks of dropout, where a mask has the shape."""
+    dropped = {}
+    for site, mask in case.masks.items():
+        for name, array in arrays.items():
+            if array.shape == mask.shape:
+                dropped[f"{name}{DROPPED_AT}{site}"] = array * mask
+                dropped[f"{name}{DROPPED_AT}{site}, inverted"] = array * ~mask.astype(bool)
+    return dropped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +148,19 @@ class _Difference:
         gained = [name for name in port.leaves if name not in reference.leaves]
         if not lost and not gained:
             return self._scale_kind()
+        if any(DROPPED_AT in name for name in (*lost, *gained)):
+            return self._dropout_kind(lost, gained)
         if len(lost) == len(gained) == 1 and len(reference.terms) > 1:
             return RESIDUAL_ELSEWHERE
         if len(lost) == len(gained) == 1 and self._is_memory(lost[0]):
             return MEMORY
         return self._norm_kind(lost, gained) or self._residual_kind(lost, gained)
+
+    def _dropout_kind(self, lost: list[str], gained: list[str]) -> str:
+        if any(name.endswith("inverted") for name in gained):
+            return dropout.INVERTED
+        bare = {name.partition(DROPPED_AT)[0] for name in lost}
+        return dropout.OFF if set(gained) <= bare else dropout.PLACE
 
     def _residual_kind(self, lost: list[str], gained: list[str]) -> str:
         if lost and not gained:
@@ -247,6 +268,8 @@ class _Difference:
         if not changed:
             return WRONG_INPUT
         name, ratio = changed[0]
+        if DROPPED_AT in name:
+            return dropout.SCALE
         if self._is_positions(name):
             return POSITIONS_TWICE if abs(ratio - 2.0) < 1e-9 else SCALE
         if not self.case.module and not self.case.child:

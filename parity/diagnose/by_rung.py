@@ -12,6 +12,7 @@ from parity.diagnose.clipping import explain_clipping
 from parity.diagnose.decoding import explain_decoding
 from parity.diagnose.diagnosis import Diagnosis
 from parity.diagnose.dropout import explain_dropout
+from parity.diagnose.environment import explain_buffers, explain_modes, explain_preflight, explain_weights
 from parity.diagnose.gradients import explain_gradients
 from parity.diagnose.initial import explain_initialisation
 from parity.diagnose.loss import explain_loss
@@ -20,8 +21,9 @@ from parity.diagnose.optimizer import explain_optimizer
 from parity.diagnose.schedule import explain_schedule
 from parity.diagnose.settings import explain_inventory
 from parity.diagnose.suspects import REGISTRY
-from parity.diagnose.updates import explain_trajectory
+from parity.diagnose.updates import explain_buffers_after, explain_trajectory
 from parity.rungs import Rung
+from parity.rungs.adversarial import cases
 from parity.runs import Runs
 
 BY_EVIDENCE: Mapping[str, tuple[Callable[[Mapping[str, Any]], Diagnosis | None], tuple[str, ...]]] = {
@@ -31,9 +33,15 @@ BY_EVIDENCE: Mapping[str, tuple[Callable[[Mapping[str, Any]], Diagnosis | None],
     "schedule": (explain_schedule, ("steps", "reference", "port")),
     "trajectory": (explain_trajectory, ("unchanged",)),
     "decoding": (explain_decoding, ("reference", "port")),
-    "dropout": (explain_dropout, ("site",)),
 }
 """Rung -> who explains it, and the evidence that takes."""
+
+BY_COMPARISONS: Mapping[str, Callable[[Rung], Diagnosis | None]] = {
+    "preflight": explain_preflight,
+    "weights": explain_weights,
+    "modes": explain_modes,
+}
+"""Rung -> who explains it by what failed."""
 
 
 def diagnose(runs: Runs, failed: Rung, place: str, case: Case | None, *, called: bool = True) -> Diagnosis | None:
@@ -51,17 +59,50 @@ def diagnose(runs: Runs, failed: Rung, place: str, case: Case | None, *, called:
 
 def _without_case(runs: Runs, failed: Rung, place: str) -> Diagnosis | None:
     """Where no module makes a value differently."""
-    if failed.name == "inventory":
-        return explain_inventory(failed.failures)
+    if failed.name in BY_COMPARISONS:
+        return BY_COMPARISONS[failed.name](failed)
     if failed.name in BY_EVIDENCE:
         explain, needed = BY_EVIDENCE[failed.name]
         evidence = failed.outcome.evidence
         return explain(evidence) if all(name in evidence for name in needed) else None
-    if failed.name == "loss":
-        return _loss(runs)
+    return _by_runs(runs, failed, place)
+
+
+def _by_runs(runs: Runs, failed: Rung, place: str) -> Diagnosis | None:
+    """Where more is asked of the runs than the rung found."""
+    own: Mapping[str, Callable[[], Diagnosis | None]] = {
+        "inventory": lambda: explain_inventory(failed.failures, _shapes(runs)),
+        "buffers": lambda: explain_buffers(failed, lambda name: _tables(runs, failed, name)),
+        "dropout": lambda: (
+            explain_dropout(failed.outcome.evidence, failed.failures)
+            or explain_buffers_after(failed.outcome.evidence.get("buffers", {}))
+        ),
+        "loss": lambda: _loss(runs),
+    }
+    if failed.name in own:
+        return own[failed.name]()
     if any(s.precision == "float32" for s in failed.outcome.sections if s.failures):
         return explain_narrow(runs, place)
     return _gradients(runs, failed, place) if failed.name in ("gradients", "adversarial") else None
+
+
+def _shapes(runs: Runs) -> dict[str, tuple[int, ...]]:
+    """Of every tensor of either side."""
+    return {
+        f"{path}.{name}" if path else name: tensor.shape
+        for facts in (runs.reference_facts, runs.port_facts)
+        for path, module in facts.items()
+        for name, tensor in module.tensors.items()
+    }
+
+
+def _tables(runs: Runs, failed: Rung, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """The reference's and the port's: as built, or as a module returned it."""
+    built: Mapping[str, tuple[np.ndarray, np.ndarray]] = failed.outcome.evidence.get("tables", {})
+    if name in built:
+        return built[name]
+    reference, port = runs.reference("float64").outputs, runs.port("float64").outputs
+    return (reference[name], port[name]) if name in reference and name in port else None
 
 
 def diagnose_case(case: Case, suspects: Sequence[Any] = REGISTRY) -> Diagnosis | None:
@@ -85,12 +126,17 @@ def _loss(runs: Runs) -> Diagnosis | None:
 
 
 def _gradients(runs: Runs, failed: Rung, nearest: str) -> Diagnosis | None:
-    """Of the first batch whose gradients differ."""
+    """Of the first batch, or the hard input, whose gradients differ."""
+    section = next(section for section in failed.outcome.sections if section.failures)
     number = re.search(r" \(batch (\d+)\)$", nearest)
     batch = int(number[1]) - 1 if number else 0
-    failures = [re.sub(r" \(batch \d+\)$", "", failure.tensor) for failure in failed.failures]
-    inputs = runs.batches[batch]
-    answer, port = runs.reference_gradients(batch), runs.port("float64", batch).gradients
-    return explain_gradients(
-        list(dict.fromkeys(failures)), answer, port, inputs, nearest=re.sub(r" \(batch \d+\)$", "", nearest)
-    )
+    names = [re.sub(r" \(batch \d+\)$", "", failure.tensor) for failure in section.failures]
+    if failed.name == "adversarial":
+        inputs = cases(runs)[section.title]
+        reference, port = runs.run_reference(inputs, "float64"), runs.run_port(inputs, "float64")
+    else:
+        inputs = runs.batches[batch]
+        reference, port = runs.reference("float64", batch), runs.port("float64", batch)
+    answer, got = runs.gradients_in_port_layout(reference), port.gradients
+    names = [name for name in dict.fromkeys(names) if name in answer]
+    return explain_gradients(names, answer, got, inputs, nearest=re.sub(r" \(batch \d+\)$", "", nearest))

@@ -61,6 +61,8 @@ class Case:
     """What every other module was given or returned, by name, reference first."""
     inputs: Inputs = dataclasses.field(default_factory=dict)
     """The model's."""
+    masks: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Dropout masks handed to both, by site; True = keep. None in evaluation."""
     rerun: Callable[[Arrays], np.ndarray | None] | None = None
     """Runs the port with some of the module's parameters changed (by their relative names); gives the same value."""
 
@@ -88,6 +90,11 @@ class Case:
         if not self.child:
             return f"what {owner} returns"
         return f"what {owner} gives to {self.child.removeprefix(self.module + '.')}"
+
+
+def _is_at(site: str, path: str) -> bool:
+    """Whether a site of dropout belongs to a module, and to none below another one."""
+    return not path or module_of(site) == path or module_of(site).startswith(path + ".")
 
 
 def owner_of(call: str) -> str:
@@ -139,11 +146,12 @@ class CaseBuilder:
         port_weights: Arrays | None = None,
         inputs: Inputs | None = None,
         run: Callable[[Arrays], Trace] | None = None,
+        masks: Mapping[str, np.ndarray] | None = None,
     ):
         """`paths`: reference's module path -> port's, where they differ. `run`: the port with other weights."""
         self.reference, self.port = reference, port
         self.facts, self.paths = facts, paths or {}
-        self.port_weights, self.inputs, self.run = port_weights or {}, inputs or {}, run
+        self.port_weights, self.inputs, self.run, self.masks = port_weights or {}, inputs or {}, run, masks or {}
 
     @functools.cached_property
     def calls(self) -> tuple[str, ...]:
@@ -309,6 +317,7 @@ class CaseBuilder:
             settings=settings,
             elsewhere=lambda: (_all_values(self.reference, path), _all_values(self.port, path)),
             inputs=self.inputs,
+            masks={site: mask for site, mask in self.masks.items() if _is_at(site, path)},
             rerun=rerun,
         )
 

@@ -1,10 +1,9 @@
-"""Dropout, by the values it leaves."""
+"""Dropout, on the evidence of rung 10."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from parity.compare import Comparison
 from parity.diagnose.diagnosis import Diagnosis, kind
 
 SCALE = kind("dropout scale missing", "kept values that are not divided by 1 - rate")
@@ -12,50 +11,56 @@ RATE = kind("dropout rate", "another rate of dropout")
 SHARED = kind("dropout mask shared", "one mask for the whole batch, or for all positions")
 PLACE = kind("dropout in another place", "a dropout that one side does not have, or has elsewhere")
 OFF = kind("dropout off", "no dropout in training, or dropout in evaluation")
+INVERTED = kind("dropout mask inverted", "what should be kept is dropped")
+REPEATED = kind("dropout mask repeated", "the same mask again with another seed, or at two places")
 
-Z = 6.0
-"""Deviations from the expected share of zeros beyond which a rate is another one."""
+
+def explain_dropout(evidence: Mapping[str, Any], failures: Sequence[Comparison] = ()) -> Diagnosis | None:
+    """`rates`, shares kept and `shared_axes` of both sides by site; and what failed."""
+    return _sites(failures) or _shared(evidence) or _rates(evidence) or _repeated(failures)
 
 
-def explain_dropout(evidence: Mapping[str, Any]) -> Diagnosis | None:
-    """`site`, `rate`, and the keep masks (True = keep) of `reference` and `port`."""
-    site, rate = str(evidence.get("site", "dropout")), evidence.get("rate")
-    masks = {side: np.asarray(evidence[side]) for side in ("reference", "port") if evidence.get(side) is not None}
-    if "port" not in masks or "reference" not in masks:
+def _sites(failures: Sequence[Comparison]) -> Diagnosis | None:
+    for failure in failures:
+        if failure.detail.endswith("drops out here"):
+            sentence = f"{failure.detail[0].upper()}{failure.detail[1:].replace('here', f'at {failure.tensor}')}"
+            return _said(PLACE, failure.tensor, sentence, "drop out in the same places")
+    return None
+
+
+def _shared(evidence: Mapping[str, Any]) -> Diagnosis | None:
+    axes = evidence.get("shared_axes", {})
+    reference, port = axes.get("reference", {}), axes.get("port", {})
+    for site in port:
+        theirs, ours = set(reference.get(site, ())), set(port[site])
+        if site in reference and ours - theirs:
+            axis = min(ours - theirs)
+            where = "the batch" if axis == 0 else f"axis {axis}"
+            sentence = f"The port has one dropout mask for all of {where} at {site}, the reference one for each"
+            return _said(SHARED, site, sentence, "broadcast_dims=(), or broadcast_dropout=False")
+    return None
+
+
+def _rates(evidence: Mapping[str, Any]) -> Diagnosis | None:
+    """The site whose share of kept values is furthest from the rate."""
+    rates, port, reference = (evidence.get(name, {}) for name in ("rates", "port", "reference"))
+    off = {site: abs(port[site] - reference[site]) for site in rates if site in port and site in reference}
+    if not off or max(off.values()) < 0.01:
         return None
-    zero = {side: 1.0 - float(mask.astype(bool).mean()) for side, mask in masks.items()}
-    shared = {side: _shared(mask) for side, mask in masks.items()}
-    if shared["port"] != shared["reference"]:
-        words = {
-            side: f"the same along axis {axis}" if axis is not None else "of its own for every element"
-            for side, axis in shared.items()
-        }
-        return Diagnosis(
-            kind=SHARED,
-            module=site,
-            sentence=f"The port's mask is {words['port']}, the reference's {words['reference']}",
-            fix="broadcast_dims=() or broadcast_dropout=False",
-        )
-    if rate and zero["port"] == 0.0:
-        return Diagnosis(
-            kind=OFF, module=site, sentence=f"The port drops nothing at {site}", fix="call it in training mode"
-        )
-    spread = np.sqrt(0.25 / min(mask.size for mask in masks.values()))
-    if abs(zero["port"] - zero["reference"]) > Z * spread:
-        sentence = f"The port drops {zero['port']:.4f} of the values at {site}, the reference {zero['reference']:.4f}"
-        return Diagnosis(
-            kind=RATE,
-            module=site,
-            sentence=sentence,
-            fix=f"rate={rate if rate is not None else round(zero['reference'], 3)}",
-        )
+    site = max(off, key=lambda name: off[name])
+    if port[site] == 1.0:
+        return _said(OFF, site, f"The port drops nothing at {site}", "call it in training mode")
+    sentence = f"The port drops {1 - port[site]:.3f} of the values at {site}, the reference {1 - reference[site]:.3f}"
+    return _said(RATE, site, sentence, f"rate={rates[site]:g}")
+
+
+def _repeated(failures: Sequence[Comparison]) -> Diagnosis | None:
+    for failure in failures:
+        if failure.detail.startswith("the same mask with two seeds") or "have one mask in the" in failure.detail:
+            sentence = f"{failure.tensor}: {failure.detail}"
+            return _said(REPEATED, "dropout", sentence, "draw from a new key each time: split it, or use nnx.Rngs")
     return None
 
 
-def _shared(mask: np.ndarray) -> int | None:
-    """The first axis along which a random mask repeats itself."""
-    mask = mask.astype(bool)
-    for axis in range(mask.ndim):
-        if mask.shape[axis] > 1 and (mask == mask.take([0], axis=axis)).all() and mask.any() and not mask.all():
-            return axis
-    return None
+def _said(name: str, site: str, sentence: str, fix: str) -> Diagnosis:
+    return Diagnosis(kind=name, module=site, sentence=sentence, fix=fix)

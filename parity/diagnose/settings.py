@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from parity.compare import Comparison
 from parity.diagnose.attention import NUM_HEADS
@@ -20,7 +21,10 @@ EXTRA = kind("parameter extra", "a parameter that only the port has")
 MISSING = kind("parameter missing", "a parameter that only the reference has")
 SHAPE = kind("parameter shape", "a parameter of another shape")
 TIED = kind("tied on one side only", "one tensor on one side, two on the other")
+AMBIGUOUS = kind("mapping ambiguous", "a tensor that two rules take, or that is given twice")
 SETTING = kind("setting", "another hyper-parameter, read off the modules")
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 KINDS: Mapping[str, str] = {
     "eps": EPS,
@@ -42,14 +46,17 @@ FIXES = {
 }
 
 
-def explain_inventory(failures: Sequence[Comparison]) -> Diagnosis | None:
-    """By the first that says `module: setting` with `reference X, port Y`; else by what is on one side only."""
+def explain_inventory(failures: Sequence[Comparison], shapes: Shapes = MappingProxyType({})) -> Diagnosis | None:
+    """What is on one side only, first; else a `module: setting` with `reference X, port Y`.
+
+    `shapes`: of every tensor of either side, by its full name.
+    """
     for failure in failures:
-        found = _setting(failure)
+        found = _parameter(failure, shapes)
         if found is not None:
             return found
     for failure in failures:
-        found = _parameter(failure)
+        found = _setting(failure)
         if found is not None:
             return found
     return None
@@ -61,8 +68,6 @@ def _setting(failure: Comparison) -> Diagnosis | None:
     if not colon or values is None:
         return None
     reference, port = values.groups()
-    if setting == "trained" or {reference, port} & {"trained", "not trained"}:
-        return _trained(module, reference, port)
     name = KINDS.get(setting, SETTING)
     if name == ACTIVATION and "gelu" in reference and "gelu" in port:
         name = GELU
@@ -80,39 +85,53 @@ def _other_share(value: str) -> str:
         return value
 
 
-def _parameter(failure: Comparison) -> Diagnosis | None:
+def _parameter(failure: Comparison, shapes: Shapes) -> Diagnosis | None:
     """Something that is on one side only, trained on one side only, or of another shape."""
-    name, detail = failure.tensor, failure.detail.lower()
+    name, detail = failure.tensor, failure.detail
     path = name.rpartition(".")[0]
-    if "trained" in detail or "buffer" in detail:
-        return Diagnosis(
-            kind=TRAINED,
-            module=name,
-            sentence=f"{name}: {failure.detail}",
-            fix="make it an nnx.Param where the reference trains it, and no nnx.Param where it does not",
-        )
-    if "only the port" in detail or "only in the port" in detail:
-        called = NORM_EXTRA if is_norm(path) or is_norm(name) else EXTRA
-        return Diagnosis(
-            kind=called, module=path or name, sentence=f"Only the port has {name}", fix=f"remove {path or name}"
-        )
-    if "only the reference" in detail or "only in the reference" in detail:
-        called = NORM_MISSING if is_norm(path) or is_norm(name) else MISSING
-        return Diagnosis(
-            kind=called, module=path or name, sentence=f"The port has nothing for {name}", fix=f"add {path or name}"
-        )
-    if "shape" in detail:
-        return Diagnosis(
-            kind=SHAPE, module=path or name, sentence=f"{name}: {failure.detail}", fix="give it the reference's shape"
-        )
-    if "tied" in detail or "same tensor" in detail:
-        return Diagnosis(
-            kind=TIED, module=path or name, sentence=f"{name}: {failure.detail}", fix="tie it as the reference does"
-        )
-    return None
+    module = name if "has it:" in detail else path or name
+    side = next((side for side, words in ONE_SIDED.items() if detail.startswith(words)), "")
+    if side:
+        return _one_sided(module, name, side, table=_is_table(name, shapes))
+    fix = "give each tensor one rule, one place and the reference's shape"
+    if detail.startswith("shape of"):
+        return Diagnosis(kind=SHAPE, module=module, sentence=detail, fix=fix)
+    if "taken by more than one rule" in detail or "is given twice" in detail or detail.startswith("ambiguous"):
+        return Diagnosis(kind=AMBIGUOUS, module=name, sentence=detail, fix=fix)
+    return _trained(name, detail) if " trained in " in detail else None
 
 
-def _trained(module: str, reference: str, port: str) -> Diagnosis:
-    sentence = f"{module}: {reference} in the reference, {port} in the port"
+ONE_SIDED: Mapping[str, tuple[str, ...]] = {
+    "port": ("only the port", "missing"),
+    "reference": ("only the reference", "unexpected", "unused"),
+}
+"""How a line of the inventory begins that says which side alone has something."""
+
+
+def _one_sided(module: str, name: str, side: str, *, table: bool) -> Diagnosis:
+    if table:
+        return _tied(module, name, f"the {side}")
+    if side == "port":
+        called = NORM_EXTRA if is_norm(module) else EXTRA
+        return Diagnosis(kind=called, module=module, sentence=f"Only the port has {name}", fix=f"remove {module}")
+    called = NORM_MISSING if is_norm(module) else MISSING
+    return Diagnosis(kind=called, module=module, sentence=f"The port has nothing for {name}", fix=f"add {module}")
+
+
+def _is_table(name: str, shapes: Shapes) -> bool:
+    """Whether a tensor of one side only has the shape of an embedding, or of its transpose: then that one is tied."""
+    tensors = [shape for full, shape in shapes.items() if full == name or full.startswith(name + ".")]
+    tables = {shape for full, shape in shapes.items() if len(shape) == 2 and "embed" in full.lower()}
+    tables -= set(tensors) if "embed" in name.lower() else set()
+    return any(len(shape) == 2 and (shape in tables or shape[::-1] in tables) for shape in tensors)
+
+
+def _tied(module: str, name: str, side: str) -> Diagnosis:
+    sentence = f"Only {side} has {name}, of the shape of an embedding: on the other side it is that embedding"
+    fix = "use the embedding's own parameter" if side == "the port" else f"give the port {module} of its own"
+    return Diagnosis(kind=TIED, module=module, sentence=sentence, fix=fix)
+
+
+def _trained(name: str, detail: str) -> Diagnosis:
     fix = "make it an nnx.Param where the reference trains it, and no nnx.Param where it does not"
-    return Diagnosis(kind=TRAINED, module=module, sentence=sentence, fix=fix)
+    return Diagnosis(kind=TRAINED, module=name, sentence=detail, fix=fix)

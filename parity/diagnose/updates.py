@@ -15,30 +15,48 @@ VARIANCE = kind("running variance biased", "torch keeps the unbiased variance of
 EARLY = kind("first step differs", "training departs in its very first step")
 
 
-def explain_statistics(old: np.ndarray, reference: np.ndarray, port: np.ndarray) -> Diagnosis | None:
-    """Running statistics before a step in training mode, and after it on both sides: old + share · (batch - old)."""
-    moved, ours = (np.asarray(new, np.float64) - old for new in (reference, port))
+def explain_statistics(
+    old: np.ndarray, reference: np.ndarray, port: np.ndarray, *, name: str = "", count: float = np.nan
+) -> Diagnosis | None:
+    """Running statistics before a step in training mode, and after it on both sides: old + share · (batch - old).
+
+    `count`: values of a channel in the batch.
+    """
+    name = name or "running statistics"
+    moved, ours = reference - old, port - old
     if not moved.any():
         return None
     if not ours.any():
-        return Diagnosis(
-            kind=STATISTICS,
-            module="running statistics",
-            sentence="The port's running statistics stay as they are",
-            fix="call the norm in training mode, and return the updated module from jit",
-        )
+        fix = "call the norm in training mode, and return the updated module from jit"
+        return Diagnosis(kind=STATISTICS, module=name, sentence=f"The port's {name} stays as it is", fix=fix)
     ratio = float(moved.ravel() @ ours.ravel() / (moved.ravel() @ moved.ravel()))
-    if distance(ours, ratio * moved) > MATCH * 1e3:
-        return None
-    # share_port / share_reference = (1 - m) / m tells that the two shares add up to 1.
-    share = 1.0 / (1.0 + ratio)
-    sentence = f"The port's running statistics move {ratio:.6g} times as far as the reference's"
-    return Diagnosis(
-        kind=MOMENTUM,
-        module="running statistics",
-        sentence=sentence,
-        fix=f"momentum={1.0 - share:.6g} in Flax, where it is the share of the old, is torch's {share:.6g}",
-    )
+    if distance(ours, ratio * moved) <= MATCH * 1e3:
+        # share_port / share_reference = (1 - m) / m tells that the two shares add up to 1.
+        share = 1.0 / (1.0 + ratio)
+        sentence = f"The port's {name} moves {ratio:.6g} times as far as the reference's"
+        fix = f"momentum={1.0 - share:.6g} in Flax, where it is the share of the old, is torch's {share:.6g}"
+        return Diagnosis(kind=MOMENTUM, module=name, sentence=sentence, fix=fix)
+    if np.isfinite(count) and count > 1 and "var" in name:
+        # What both add to a multiple of the old: in proportion n / (n - 1), whatever the momentum.
+        design = np.stack([old.ravel(), reference.ravel()])
+        (kept, share), *_ = np.linalg.lstsq(design.T, port.ravel(), rcond=None)
+        fits = distance(port.ravel(), kept * old.ravel() + share * reference.ravel()) <= MATCH * 1e3
+        if fits and min(abs(share - r) for r in ((count - 1) / count, count / (count - 1))) < 1e-6:
+            sentence = f"The port's {name} takes the variance of a batch times {share:.6g}"
+            fix = f"multiply the batch's variance by n / (n - 1), n = {count:g}, or by its inverse"
+            return Diagnosis(kind=VARIANCE, module=name, sentence=sentence, fix=fix)
+    return None
+
+
+def explain_buffers_after(buffers: Mapping[str, Mapping[str, Any]]) -> Diagnosis | None:
+    """`old`, and the `reference`'s and the `port`'s after a step in training mode, by name; `count` as above."""
+    for name, values in buffers.items():
+        arrays = [np.asarray(values[key], np.float64) for key in ("old", "reference", "port")]
+        if len({array.shape for array in arrays}) == 1 and not np.allclose(arrays[1], arrays[2], rtol=1e-10, atol=0.0):
+            found = explain_statistics(*arrays, name=name, count=float(values.get("count", np.nan)))
+            if found is not None:
+                return found
+    return None
 
 
 def explain_trajectory(evidence: Mapping[str, Any]) -> Diagnosis | None:

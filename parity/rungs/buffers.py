@@ -1,4 +1,7 @@
-"""Rung 3: what is neither trained nor given: running statistics, and tables of positions, stored or computed."""
+"""Rung 3: what is neither trained nor given: running statistics, and tables of positions, stored or computed.
+
+Evidence: `tables` {name: (the reference's, the port's)}, of tables as built that differ.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -26,7 +29,8 @@ def climb(runs: Runs) -> Outcome:
     """Tables as both sides build them; every buffer after a run; tables that modules compute. Others are named."""
     sections, notes = [], list(_of_one_side(runs))
     steps = _buffer_steps(runs)
-    tables, unknown = _as_built(runs, [s for s in steps if not s.sources[0].endswith(STATISTICS)])
+    differing: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    tables, unknown = _as_built(runs, [s for s in steps if not s.sources[0].endswith(STATISTICS)], differing)
     notes += unknown
     if tables:
         sections.append(section("tables as built", "float64", FLOAT64_RULE, tables))
@@ -39,7 +43,7 @@ def climb(runs: Runs) -> Outcome:
         sections.append(section("tables of positions, computed", "float64", FLOAT64_RULE, computed))
     if not sections:
         raise NotComparedError("; ".join(["no buffer and no module of positions is on both sides", *notes]))
-    return Outcome(sections=tuple(sections), notes=tuple(notes))
+    return Outcome(sections=tuple(sections), notes=tuple(notes), evidence={"tables": differing})
 
 
 def _buffer_steps(runs: Runs) -> list[Step]:
@@ -49,8 +53,10 @@ def _buffer_steps(runs: Runs) -> list[Step]:
     return [step for step in runs.mapping.plan(names) if not trained & {*step.sources}]
 
 
-def _as_built(runs: Runs, steps: list[Step]) -> tuple[list[Comparison], list[str]]:
-    """Values before any weight is loaded, in float64: what each side works out for itself."""
+def _as_built(
+    runs: Runs, steps: list[Step], differing: dict[str, tuple[np.ndarray, np.ndarray]]
+) -> tuple[list[Comparison], list[str]]:
+    """Values before any weight is loaded, in float64: what each side works out for itself. Fills `differing`."""
     named = [(step, target) for step in steps for target in step.targets]
     plain = _plain_arrays(runs)
     if not named and not plain:
@@ -67,7 +73,13 @@ def _as_built(runs: Runs, steps: list[Step]) -> tuple[list[Comparison], list[str
             continue
         expected = step.apply(reference)[target]
         comparisons.append(_table(target, np.asarray(port[target]), expected))
-    comparisons += [_table(name, array, reference[name]) for name, array in plain.items() if name in reference]
+        if not comparisons[-1].passed:
+            differing[target] = (expected, np.asarray(port[target]))
+    for name, array in plain.items():
+        if name in reference:
+            comparisons.append(_table(name, array, reference[name]))
+            if not comparisons[-1].passed:
+                differing[name] = (reference[name], array)
     notes = (
         [f"the port is one of shapes only: {', '.join(abstract)} could not be compared as built"] if abstract else []
     )

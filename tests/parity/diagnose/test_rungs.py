@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 
 from parity.compare import Comparison
+from parity.diagnose import Case, diagnose_case
 from parity.diagnose.clipping import explain_clipping
 from parity.diagnose.decoding import explain_decoding
 from parity.diagnose.dropout import explain_dropout
@@ -245,15 +246,48 @@ def test_decoding() -> None:
         assert found.kind == kind
 
 
-def test_dropout_masks() -> None:
-    own, shared = RNG.random((8, 50, 6)) > 0.1, np.broadcast_to(RNG.random((1, 50, 6)) > 0.1, (8, 50, 6))
-    twice = RNG.random((8, 50, 6)) > 0.2
-    for kind, mask in (("dropout mask shared", shared), ("dropout rate", twice), ("dropout off", np.ones_like(own))):
-        found = explain_dropout({"site": "drop", "rate": 0.1, "reference": own, "port": mask})
+def test_dropout() -> None:
+    sites = {"drop": 0.9, "layers.0.drop": 0.9}
+    axes = {side: {site: frozenset[int]() for site in sites} for side in ("reference", "port")}
+    rates = dict.fromkeys(sites, 0.1)
+    clean = {"rates": rates, "reference": sites, "port": dict(sites), "shared_axes": axes}
+    assert explain_dropout(clean) is None
+    shared = {**axes, "port": {"drop": frozenset(), "layers.0.drop": frozenset({0})}}
+    for kind, module, evidence in (
+        ("dropout mask shared", "layers.0.drop", {**clean, "shared_axes": shared}),
+        ("dropout rate", "drop", {**clean, "port": {**sites, "drop": 0.8}}),
+        ("dropout off", "drop", {**clean, "port": {**sites, "drop": 1.0}}),
+    ):
+        found = explain_dropout(evidence)
+        assert found is not None
+        assert (found.kind, found.module) == (kind, module)
+    lost = Comparison(tensor="drop", error=math.inf, bound=0.0, detail="only the reference drops out here")
+    found = explain_dropout({}, [lost])
+    assert found is not None
+    assert found.kind == "dropout in another place"
+
+
+def test_dropout_with_the_same_masks() -> None:
+    x, y = RNG.normal(size=(2, 3, 5, 4))
+    mask = RNG.random((3, 5, 4)) > 0.25
+    for kind, got in (
+        ("dropout scale missing", x + y * mask),
+        ("dropout off", x + y / 0.75),
+        ("dropout mask inverted", x + y * ~mask / 0.75),
+        ("dropout in another place", x * mask / 0.75 + y),
+    ):
+        case = Case(
+            module="layer",
+            child="layer.norm",
+            expected=x + y * mask / 0.75,
+            got=got,
+            given=(x,),
+            inside={"layer.attn": (y, y)},
+            masks={"layer.drop": mask},
+        )
+        found = diagnose_case(case)
         assert found is not None
         assert found.kind == kind
-    other = RNG.random((8, 50, 6)) > 0.1
-    assert explain_dropout({"site": "drop", "rate": 0.1, "reference": own, "port": other}) is None
 
 
 def test_inventory() -> None:
@@ -269,6 +303,11 @@ def test_inventory() -> None:
         found = explain_inventory([Comparison(tensor=tensor, error=math.inf, bound=0.0, detail=detail)])
         assert found is not None
         assert found.kind == kind
+    shapes = {"src_embedding.weight": (31, 8), "output_projection.kernel": (8, 31)}
+    line = "missing 'output_projection.kernel' (8, 31) float32: nothing gives it"
+    tied = explain_inventory([Comparison(tensor="output_projection.kernel", error=1.0, bound=0.0, detail=line)], shapes)
+    assert tied is not None
+    assert tied.kind == "tied on one side only"
     assert explain_inventory([Comparison(tensor="x", error=1.0, bound=0.0, detail="something else")]) is None
 
 
@@ -277,6 +316,10 @@ def test_running_statistics_and_steps_that_change_nothing() -> None:
     found = explain_statistics(old, old + 0.1 * (batch - old), old + 0.9 * (batch - old))
     assert found is not None
     assert found.kind == "momentum convention"
+    after = old + 0.1 * (batch * 8 / 7 - old)
+    biased = explain_statistics(old, after, old + 0.1 * (batch - old), name="bn.var", count=8)
+    assert biased is not None
+    assert biased.kind == "running variance biased"
     found = explain_statistics(old, old + 0.1 * (batch - old), old)
     assert found is not None
     assert found.kind == "running statistics not updated"
