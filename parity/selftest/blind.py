@@ -1,7 +1,6 @@
 """Blind mutations of `flax_transformer`: is each one noticed by the ladder, and if not, does it change any program?"""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ from parity.selftest.equivalent import ARGUMENTS
 from transformer_config import TransformerConfig
 
 PACKAGE = "flax_transformer"
-CPU_SECONDS = 150
-"""Limit of a mutant; a check takes 10 to 30."""
+CPU_SECONDS = 600
+"""Limit of a mutant. Most are noticed within 10; one that passes is checked on up to nine variants, 20 to 60 each."""
 
 _SMALL: dict[str, Any] = {"num_encoder_layers": 1, "num_decoder_layers": 2, "dropout": 0.1}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -75,11 +74,13 @@ class Mutant:
     mutation: Mutation
     detected: bool
     how: str
-    """The rung that failed, `failed while it ran`, `did not finish`; or empty."""
+    """The rung that failed and the variant, or how it ended; or empty."""
     argument: str = ""
     """Why it computes the same, if it was not detected and does."""
-    variants: tuple[str, ...] = ()
-    """Those it was checked on."""
+    same: tuple[str, ...] = ()
+    """Variants whose programs it leaves as they are."""
+    passed: tuple[str, ...] = ()
+    """Variants whose programs it changes and which pass nevertheless."""
 
     @property
     def explained(self) -> bool:
@@ -89,9 +90,16 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Job:
-    mutation: Mutation | None
-    variants: tuple[str, ...]
-    then_programs: bool = False
+    mutation: Mutation
+    programs: Mapping[str, Mapping[str, str]]
+    """Of the unchanged code, in the variants that execute what is changed, cheap ones first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Verdict:
+    how: str
+    same: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
 
 
 def variant_pair(name: str, *, seed: int = 0) -> Pair:
@@ -162,69 +170,88 @@ def check(
     found: Survey,
     *,
     workers: int,
-    first: int = 3,
     progress: Callable[[Mutant], None] = lambda mutant: None,
 ) -> list[Mutant]:
-    """Each mutation on the `first` cheapest variants that execute it; what survives, on all of them."""
-    by_mutation = {mutation: _executing(mutation, found) for mutation in mutations}
-    jobs = [_Job(mutation=m, variants=names[:first]) for m, names in by_mutation.items()]
+    """Each mutation on the variants that execute it, cheap ones first, until one notices.
+
+    A variant whose programs are left as they are need not be run: it would pass as it passed before. Mutations with
+    which the package cannot be imported are left out of the result.
+    """
+    jobs = [
+        _Job(mutation=mutation, programs={name: found.programs[name] for name in _executing(mutation, found)})
+        for mutation in mutations
+    ]
     done: list[Mutant] = []
-    again: list[_Job] = []
-    for ended in _run(jobs, workers):
-        mutant = _judged(ended, found)
-        if mutant is None:  # does not import
-            continue
-        if not mutant.detected and mutant.mutation is not None:
-            again.append(_Job(mutation=mutant.mutation, variants=by_mutation[mutant.mutation], then_programs=True))
-            continue
-        done.append(mutant)
-        progress(mutant)
-    for ended in _run(again, workers):
-        mutant = _judged(ended, found)
-        assert mutant is not None
-        done.append(mutant)
-        progress(mutant)
+    for ended in pool.run(_check_one, jobs, workers=workers, per_process=1, cpu_seconds=CPU_SECONDS):
+        mutant = _judged(ended)
+        if mutant is not None:
+            done.append(mutant)
+            progress(mutant)
     order = {mutation: i for i, mutation in enumerate(mutations)}
     return sorted(done, key=lambda mutant: order[mutant.mutation])
 
 
-def _run(jobs: Sequence[_Job], workers: int) -> Any:
-    return pool.run(_check_one, jobs, workers=workers, per_process=1, cpu_seconds=CPU_SECONDS * 4)
-
-
-def _judged(ended: pool.Ended, found: Survey) -> Mutant | None:
-    mutant = functools.partial(Mutant, mutation=ended.item.mutation, variants=ended.item.variants)
-    if ended.value == "does not import":
+def _judged(ended: pool.Ended) -> Mutant | None:
+    mutation = ended.item.mutation
+    if ended.how != "done":
+        reason = {"raised": "failed while it ran", "died": "died", "did not finish": "did not finish"}[ended.how]
+        return Mutant(mutation=mutation, detected=True, how=f"{reason}: {str(ended.value).strip().splitlines()[-1]}")
+    verdict: _Verdict | None = ended.value
+    if verdict is None:
         return None
-    if ended.how == "done" and not isinstance(ended.value, str):
-        argument = _argument(ended.item.mutation, ended.value, found) if ended.item.then_programs else ""
-        return mutant(detected=False, how="", argument=argument)
-    reason = {"done": "", "raised": "failed while it ran: ", "died": "died: ", "did not finish": "did not finish: "}
-    return mutant(detected=True, how=reason[ended.how] + str(ended.value).strip().splitlines()[-1])
+    argument = "" if verdict.how else _argument(mutation, verdict, ended.item.programs)
+    return Mutant(
+        mutation=mutation,
+        detected=bool(verdict.how),
+        how=verdict.how,
+        argument=argument,
+        same=verdict.same,
+        passed=verdict.passed,
+    )
 
 
-def _argument(mutation: Mutation, programs: Mapping[str, Mapping[str, str]], found: Survey) -> str:
-    if all(programs[name] == found.programs[name] for name in programs):
-        count = sum(len(each) for each in programs.values())
-        return f"the same programs: {count} jaxprs of {len(programs)} variants are unchanged, constants included"
+def _argument(mutation: Mutation, verdict: _Verdict, programs: Mapping[str, Mapping[str, str]]) -> str:
+    if not verdict.passed:
+        count = sum(len(programs[name]) for name in verdict.same)
+        return f"the same programs: {count} of {len(verdict.same)} variants are unchanged, constants included"
     return ARGUMENTS.get(mutation.key, "")
 
 
-def _check_one(job: _Job) -> str | dict[str, dict[str, str]]:
-    """The rung that failed first; or, if none did, the programs of the variants (if asked for)."""
-    assert job.mutation is not None
+def _check_one(job: _Job) -> _Verdict | None:
+    """None if the changed package cannot be imported."""
     text = source.files_of(PACKAGE)[job.mutation.file].read_text(encoding="utf-8")
     source.install(PACKAGE, job.mutation.file, syntax.mutated(text, job.mutation))
     try:
         from parity import twins  # noqa: F401
     except Exception:
-        return "does not import"
+        return None
     from parity import ladder
-    from parity.selftest.programs import programs
 
-    for name in job.variants:
+    same: list[str] = []
+    passed: list[str] = []
+    for name, programs in job.programs.items():
+        if _unchanged(name, programs):
+            same.append(name)
+            continue
         report = ladder.check(variant_pair(name))
         if not report.passed:
-            failed = ", ".join(rung.name for rung in report.failed) or "weights"
-            return f"{failed} ({name})"
-    return {name: dict(programs(variant_pair(name))) for name in job.variants} if job.then_programs else {}
+            failed = ", ".join(rung.name for rung in report.failed) or "nothing was compared"
+            return _Verdict(how=f"{failed} ({name})", same=tuple(same), passed=tuple(passed))
+        passed.append(name)
+    return _Verdict(how="", same=tuple(same), passed=tuple(passed))
+
+
+def _unchanged(name: str, programs: Mapping[str, str]) -> bool:
+    """Whether a variant still has these programs. One that cannot even be traced has not: the ladder will say so."""
+    from parity.selftest.programs import one_by_one
+
+    try:
+        found = one_by_one(variant_pair(name))
+        seen = 0
+        for what, digest in found:
+            if programs.get(what) != digest:
+                return False
+            seen += 1
+        return seen == len(programs)
+    except Exception:
+        return False

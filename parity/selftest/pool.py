@@ -109,6 +109,7 @@ def _child(pipe: Connection, function: Callable[[Any], Any], items: list[Any], c
         resource.setrlimit(resource.RLIMIT_CPU, (used + cpu_seconds, resource.RLIM_INFINITY))
         try:
             pipe.send(("done", function(item)))
-        except Exception:
-            pipe.send(("raised", traceback.format_exc(limit=-4)))
+        except Exception as error:
+            trace = traceback.format_exc(limit=-4)
+            pipe.send(("raised", f"{trace}\n{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
     pipe.close()

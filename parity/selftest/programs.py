@@ -23,14 +23,12 @@ Programs = dict[str, str]
 
 
 def programs(pair: Pair, *, seed: int = 0) -> Programs:
-    """Every program of the port on the pair's first batch; on its hard inputs the forward and backward pass in float64.
+    """Every program of the port. Raises what the model raises."""
+    return dict(one_by_one(pair, seed=seed))
 
-    Raises what the model raises.
-    """
-    found = {}
-    if pair.port.initial is not None:
-        # By value: a jit with options of its own cannot be traced into another program.
-        found["initial values"] = _of_arrays(jax.tree.leaves(pair.port.initial(seed)))
+
+def one_by_one(pair: Pair, *, seed: int = 0) -> Iterator[tuple[str, str]]:
+    """(what is run, digest): on the pair's first batch; on its hard inputs the forward and backward pass in float64."""
     for precision in get_args(Precision):
         runner = FlaxRunner(pair.port, precision=precision)
         batches = {"batch": pair.batches(seed=seed)[0]}
@@ -39,9 +37,12 @@ def programs(pair: Pair, *, seed: int = 0) -> Programs:
         for name, inputs in batches.items():
             with runner.numerics():
                 traced = _Traced(runner, inputs, seed)
-                digests = traced.all() if name == "batch" else {"forward and backward": traced.of_call()}
-                found |= {f"{what}, {name}, {precision}": digest for what, digest in digests.items()}
-    return found
+                yield f"forward and backward, {name}, {precision}", traced.of_call()
+                for what, digest in traced.of_the_rest() if name == "batch" else ():
+                    yield f"{what}, {name}, {precision}", digest
+    if pair.port.initial is not None:
+        # By value: a jit with options of its own cannot be traced into another program.
+        yield "initial values", _of_arrays(jax.tree.leaves(pair.port.initial(seed)))
 
 
 class _Traced:
@@ -55,23 +56,20 @@ class _Traced:
         self.arrays = {name: array for name, array in arrays.items() if name in trained}
         self.given = runner.inputs(inputs)
 
-    def all(self) -> Programs:
-        """Of whatever the side brings."""
-        found = {"forward and backward": self.of_call()}
+    def of_the_rest(self) -> Iterator[tuple[str, str]]:
+        """Whatever else the side brings."""
         draw, call, decode = self.side.draw_dropout, self.side.call_with_dropout, self.side.decode
         given, model = self.given, self.runner.merged(self.arrays | self.fixed)
         if draw is not None:
             # By value, as initial values are.
             masks = draw(model, given, self.seed)
-            found["masks"] = _of_arrays(jax.tree.leaves(masks))
+            yield "masks", _of_arrays(jax.tree.leaves(masks))
             if call is not None:
-                found["dropout"] = self._both(lambda module, masks: call(module, given, masks), masks)
+                yield "dropout", self._both(lambda module, masks: call(module, given, masks), masks)
         if decode is not None:
             merged = self.runner.merged
-            found["decoding"] = _digest(
-                jax.make_jaxpr(lambda t: decode(merged(dict(t) | self.fixed), given))(self.arrays)
-            )
-        return found
+            program = jax.make_jaxpr(lambda t: decode(merged(dict(t) | self.fixed), given))(self.arrays)
+            yield "decoding", _digest(program)
 
     def of_call(self) -> str:
         """Forward and backward, without dropout."""

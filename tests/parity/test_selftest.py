@@ -113,24 +113,24 @@ def test_a_mutation_of_the_port_is_noticed_and_one_that_changes_nothing_is_argue
 
 
 def test_survivors_are_argued_by_equal_programs_or_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = blind.Survey(executed={"plain": frozenset()}, programs={"plain": {"forward": "a", "decoding": "b"}})
-    assert "2 jaxprs" in blind._argument(MUTATION, {"plain": {"forward": "a", "decoding": "b"}}, found)
-    changed = {"plain": {"forward": "a", "decoding": "c"}}
-    assert blind._argument(MUTATION, changed, found) == ""
+    programs = {"plain": {"forward": "a", "decoding": "b"}, "window": {"forward": "c"}}
+    unchanged = blind._Verdict(how="", same=("plain", "window"))
+    assert "3 of 2 variants" in blind._argument(MUTATION, unchanged, programs)
+    changed = blind._Verdict(how="", same=("plain",), passed=("window",))
+    assert blind._argument(MUTATION, changed, programs) == ""
     monkeypatch.setitem(blind.ARGUMENTS, MUTATION.key, "for this reason")
-    assert blind._argument(MUTATION, changed, found) == "for this reason"
+    assert blind._argument(MUTATION, changed, programs) == "for this reason"
 
 
 def test_how_a_mutant_ended() -> None:
-    found = blind.Survey(executed={}, programs={})
-    job = blind._Job(mutation=MUTATION, variants=("plain",))
+    job = blind._Job(mutation=MUTATION, programs={"plain": {}})
 
     def judged(how: Any, value: Any) -> blind.Mutant | None:
-        return blind._judged(pool.Ended(item=job, how=how, value=value), found)
+        return blind._judged(pool.Ended(item=job, how=how, value=value))
 
-    assert judged("done", "does not import") is None
+    assert judged("done", None) is None
     for how, value, said in (
-        ("done", "forward (plain)", "forward (plain)"),
+        ("done", blind._Verdict(how="forward (plain)"), "forward (plain)"),
         ("raised", "Traceback\nValueError: no", "failed while it ran: ValueError: no"),
         ("did not finish", "exit -24", "did not finish: exit -24"),
     ):
@@ -138,9 +138,10 @@ def test_how_a_mutant_ended() -> None:
         assert mutant is not None
         assert mutant.detected
         assert mutant.how == said
-    survivor = judged("done", {})
+    survivor = judged("done", blind._Verdict(how="", passed=("plain",)))
     assert survivor is not None
     assert not survivor.detected
+    assert not survivor.explained
 
 
 def result(**changes: Any) -> outcome.Outcome:
