@@ -54,7 +54,8 @@ class Trained:
     def only(self, steps: Sequence[Step]) -> "Trained":
         """The same of some of the steps."""
         shapes = {name: self.shapes[name] for step in steps for name in step.sources}
-        return dataclasses.replace(self, steps=tuple(steps), shapes=shapes)
+        port_shapes = {name: self.port_shapes[name] for step in steps for name in step.targets}
+        return dataclasses.replace(self, steps=tuple(steps), shapes=shapes, port_shapes=port_shapes)
 
     @property
     def note(self) -> tuple[str, ...]:

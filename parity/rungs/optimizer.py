@@ -134,11 +134,13 @@ def _moved(names: Trained, arrays: Tensors, *, kind: Any) -> tuple[dict[str, np.
     moved: dict[str, np.ndarray] = {}
     unknown: dict[str, str] = {}
     for step in names.steps:
-        if not all(name in arrays for name in step.sources):
-            unknown[", ".join(step.sources)] = "the optimizer keeps none of each"
+        kept = [arrays[name] for name in step.sources if name in arrays]
+        if not kept:
+            unknown[", ".join(step.sources)] = "the optimizer keeps none"
             continue
         try:
-            moved |= step.apply(arrays, kind=kind)
+            # A bias that is held still beside another has none; its gradient would be the other's.
+            moved |= step.apply({name: arrays.get(name, kept[0]) for name in step.sources}, kind=kind)
         except ValueError as why:
             unknown[", ".join(step.sources)] = str(why)
     return moved, unknown

@@ -12,8 +12,9 @@ import torch
 from flax import nnx
 
 from parity import statistics, training_torch
-from parity.pair import KnownDifference, Side
+from parity.pair import KnownDifference, Pair, Side
 from parity.rungs import NotComparedError, initialisation
+from parity.runs import Runs
 from tests.parity.rungs import small_pair
 from tests.parity.rungs.small_pair import WIDTHS, Port, Reference, linear
 
@@ -201,6 +202,30 @@ def test_what_is_meant_to_begin_otherwise_is_listed_and_not_passed_over() -> Non
 
     outcome = climb(port={"build": with_initialisers(nan)}, known=(known,))
     assert failed(outcome) == {"meant to begin otherwise": {"first.kernel", "second.kernel"}}
+
+
+def test_two_biases_of_which_the_port_has_the_sum_are_left_out_and_named() -> None:
+    class Recurrent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = torch.nn.LSTM(3, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rnn(x)[0]
+
+    class RecurrentPort(nnx.Module):
+        def __init__(self, *, rngs: nnx.Rngs):
+            self.rnn = nnx.RNN(nnx.LSTMCell(3, 4, rngs=rngs))
+
+        def __call__(self, x: Any) -> Any:
+            return self.rnn(x)
+
+    known = KnownDifference(tensors=("*",), kind="initialisation", reason="always ported", holds="shapes")
+    inputs = {"x": np.zeros((2, 5, 3))}
+    outcome = initialisation.climb(Runs(Pair(reference=Recurrent, port=RecurrentPort, inputs=inputs, known=(known,))))
+    assert not failed(outcome)
+    assert not any("bias" in c.tensor for s in outcome.sections for c in s.comparisons)
+    assert "only their sum: rnn.bias_ih_l0, rnn.bias_hh_l0" in " ".join(outcome.notes)
 
 
 def test_every_statistic_keeps_its_rate_of_false_alarms() -> None:

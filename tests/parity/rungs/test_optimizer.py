@@ -190,3 +190,6 @@ def test_two_biases_for_one() -> None:
     outcome = optimizer.climb(Runs(pair))
     assert outcome.sections[0].passed
     assert any("bias" in c.tensor for c in outcome.sections[0].comparisons)
+    assert outcome.sections[1].passed
+    assert any("exp_avg_sq of" in c.tensor and "bias" in c.tensor for c in outcome.sections[1].comparisons)
+    assert not any("not compared" in note for note in outcome.notes)
