@@ -56,6 +56,7 @@ class FlaxRunner:
         self._variables = {".".join(map(str, path)): (path, var) for path, var in nnx.to_flat_state(state)}
         self._compiled: dict[Any, tuple[Any, Any]] = {}
         self._options: dict[_Options, tuple[_Options, str]] = {}
+        self._draw = jit(self._masks, precision="float64")  # what is drawn is the same however it is compiled
 
     def specs(self) -> dict[str, Any]:
         """Name to an object with shape and dtype, for every parameter and every other floating-point variable."""
@@ -159,16 +160,24 @@ class FlaxRunner:
         """Keep masks by site, as the model's own dropout draws them: by the side's `draw_dropout`, or by watching its
         Dropout modules."""
         with self.numerics():
-            model = self.merged(self.cast(weights or {}), self._seeded(seed), watched=True)
-            model.train()
-            given = self.inputs(inputs)
+            arrays, others, given = self.cast(weights or {}), self._seeded(seed), self.inputs(inputs)
             if self.side.draw_dropout is not None:
+                model = self.merged(arrays, others)
+                model.train()
                 masks = dict(self.side.draw_dropout(model, given, seed))
             else:
-                with drawn(model):
-                    _, state = nnx.capture(lambda m: self.side.call(m, given), nnx.Intermediate)(model)
-                masks = masks_of(model, state)
+                masks = self._draw(
+                    {"arrays": arrays, "others": others, "inputs": substitute(given, _is_no_array, Static)}
+                )
         return {site: np.asarray(mask, bool) for site, mask in masks.items()}
+
+    def _masks(self, given: Any) -> dict[str, jax.Array]:
+        inputs = substitute(given["inputs"], lambda x: isinstance(x, Static), lambda x: x.value)
+        model = self.merged(given["arrays"], given["others"], watched=True)
+        model.train()
+        with drawn(model):
+            _, state = nnx.capture(lambda m: self.side.call(m, inputs), nnx.Intermediate)(model)
+        return masks_of(model, state)
 
     def loss(self, output: Any, results: Mapping[str, jax.Array], inputs: Mapping[str, Any]) -> jax.Array:
         """The side's own, or the fixed random projection."""

@@ -15,7 +15,7 @@ WANTED = 3_500_000
 """Elements of one rate, pooled: eight random bits, 26/256 for a rate of 0.1, are seen all but certainly."""
 
 MAX_DRAWS = 400
-MAX_SECONDS = 6.0
+MAX_SECONDS = 4.0
 """For each side's draws, beyond the first two."""
 
 
