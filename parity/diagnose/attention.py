@@ -10,9 +10,10 @@ import numpy as np
 
 from parity.diagnose import rotary
 from parity.diagnose.activations import softmax
-from parity.diagnose.between import DROPOUT_SCALE, RATES, SOFTMAX_AXIS
+from parity.diagnose.between import DROPOUT_SCALE, SOFTMAX_AXIS
 from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, kind
+from parity.diagnose.dropout import RATES
 from parity.diagnose.engine import Factor, Option, explain
 from parity.diagnose.linear import HEADS, QKV
 from parity.diagnose.masks import MaskArray, allowed, found_masks, mask_factors

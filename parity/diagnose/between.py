@@ -57,7 +57,6 @@ NOT_CALLED = kind("module not called", "a module that the port has and does not 
 
 INPUT = "its input"
 DROPPED_AT = " dropped out at "
-RATES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 
 
 def between(case: Case) -> Diagnosis | None:
@@ -93,18 +92,19 @@ def leaves(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     reference = {**{n: r for n, (r, _) in inside.items()}, **given, **own}
     port = {**{n: p for n, (_, p) in inside.items() if p is not None}, **given}
     port |= {name.removeprefix(prefix): array for name, array in case.later.items()} | own
-    return _dropped(case, reference) | reference, _dropped(case, port) | port
+    return _with_dropped(case, reference), _with_dropped(case, port)
 
 
-def _dropped(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same with the masks of dropout, where a mask has the shape."""
-    dropped = {}
-    for site, mask in case.masks.items():
-        for name, array in arrays.items():
-            if array.shape == mask.shape:
-                dropped[f"{name}{DROPPED_AT}{site}"] = array * mask
-                dropped[f"{name}{DROPPED_AT}{site}, inverted"] = array * ~mask.astype(bool)
-    return dropped
+def _with_dropped(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Each also with the masks of dropout, where a mask has the shape."""
+    every: dict[str, np.ndarray] = {}
+    for name, array in arrays.items():
+        every[name] = array
+        for site, mask in case.masks.items():
+            if array.ndim <= mask.ndim and array.shape == mask.shape[mask.ndim - array.ndim :]:
+                every[f"{name}{DROPPED_AT}{site}"] = array * mask
+                every[f"{name}{DROPPED_AT}{site}, inverted"] = array * ~mask.astype(bool)
+    return every
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +269,7 @@ class _Difference:
             return WRONG_INPUT
         name, ratio = changed[0]
         if DROPPED_AT in name:
-            return dropout.SCALE
+            return dropout.SCALE if abs(self.port.coefficient(name)) == 1.0 else dropout.RATE
         if self._is_positions(name):
             return POSITIONS_TWICE if abs(ratio - 2.0) < 1e-9 else SCALE
         if not self.case.module and not self.case.child:
@@ -283,7 +283,7 @@ def scale_kind(ratio: float, width: int) -> str:
     for value, name in ((1 / root, EMBEDDING_SCALE), (root, EMBEDDING_SCALED_TWICE), (-1.0, TERM_SIGN)):
         if abs(ratio / value - 1.0) < 1e-9:
             return name
-    for rate in RATES:
+    for rate in dropout.RATES:
         if min(abs(ratio * (1 - rate) - 1.0), abs(ratio / (1 - rate) - 1.0)) < 1e-9:
             return DROPOUT_SCALE
     return SCALE

@@ -12,7 +12,13 @@ SHARED = kind("dropout mask shared", "one mask for the whole batch, or for all p
 PLACE = kind("dropout in another place", "a dropout that one side does not have, or has elsewhere")
 OFF = kind("dropout off", "no dropout in training, or dropout in evaluation")
 INVERTED = kind("dropout mask inverted", "what should be kept is dropped")
+RATES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 REPEATED = kind("dropout mask repeated", "the same mask again with another seed, or at two places")
+
+
+def ratio_kind(ratio: float) -> str:
+    """Of kept values of the port over the reference's: not divided by 1 - rate, or by that of another rate."""
+    return SCALE if any(abs(ratio / (1 - rate) - 1.0) < 1e-9 for rate in RATES) else RATE
 
 
 def explain_dropout(evidence: Mapping[str, Any], failures: Sequence[Comparison] = ()) -> Diagnosis | None:

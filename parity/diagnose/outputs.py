@@ -7,6 +7,7 @@ import numpy as np
 from parity.diagnose.between import AXES, OUTPUT_SCALE, POSITIONS_MISSING, SHIFT, scale_kind
 from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, distance, kind
+from parity.diagnose.dropout import ratio_kind
 from parity.diagnose.engine import CLEARER, MATCH
 
 CONSTANT = kind("constant added", "a constant vector added to every position")
@@ -39,15 +40,18 @@ def outputs(case: Case) -> Diagnosis | None:
         return _said(case, ZEROS, f"{_start(case)} is zero in the port", "compute it")
     ratio = float((got.ravel() @ expected.ravel()) / max(float(expected.ravel() @ expected.ravel()), 1e-300))
     if abs(ratio) > 1e-9 and distance(got, ratio * expected) <= match:
-        name = (
-            OUTPUT_SCALE
-            if case.method or not case.module
-            else scale_kind(ratio, expected.shape[-1] if expected.ndim else 1)
-        )
+        name = _scale(case, ratio) or scale_kind(ratio, expected.shape[-1] if expected.ndim else 1)
+
         return _said(
             case, name, f"{_start(case)} is {ratio:.9g} times that of the reference", f"divide it by {ratio:.9g}"
         )
     return _moved(case, expected, got, match) or _added(case, expected, got, match)
+
+
+def _scale(case: Case, ratio: float) -> str:
+    if case.masks:
+        return ratio_kind(ratio)
+    return OUTPUT_SCALE if case.method or not (case.module or case.child) else ""
 
 
 def _moved(case: Case, expected: np.ndarray, got: np.ndarray, match: float) -> Diagnosis | None:

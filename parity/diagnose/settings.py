@@ -6,11 +6,17 @@ from types import MappingProxyType
 
 from parity.compare import Comparison
 from parity.diagnose.attention import NUM_HEADS
-from parity.diagnose.between import ACTIVATION, GELU, NORM_EXTRA
+from parity.diagnose.between import ACTIVATION, GELU, NORM_EXTRA, NORM_ORDER
 from parity.diagnose.convolution import DILATION, PADDING, STRIDE
 from parity.diagnose.diagnosis import Diagnosis, kind
+from parity.diagnose.linear import BIAS
+from parity.diagnose.loss import SMOOTHING
+from parity.diagnose.masks import LOOK_AHEAD_MISSING as LOOK_AHEAD
+from parity.diagnose.masks import WINDOW
 from parity.diagnose.norm import EPS, is_norm
 from parity.diagnose.norm import MISSING as NORM_MISSING
+from parity.diagnose.positions import LAYOUT, OFFSET
+from parity.diagnose.rotary import BASE as ROTARY_BASE
 
 MOMENTUM = kind(
     "momentum convention", "running statistics: torch's momentum is the share of the new, Flax's of the old"
@@ -36,7 +42,21 @@ KINDS: Mapping[str, str] = {
     "padding mode": PADDING,
     "dilation": DILATION,
     "num_heads": NUM_HEADS,
+    "norm_order": NORM_ORDER,
+    "norm_first": NORM_ORDER,
+    "positions": LAYOUT,
+    "position_offset": OFFSET,
+    "window": WINDOW,
+    "tie_embeddings": TIED,
+    "use_bias": BIAS,
+    "bias": BIAS,
+    "negative_slope": ACTIVATION,
+    "rope_theta": ROTARY_BASE,
+    "causal": LOOK_AHEAD,
+    "is_causal": LOOK_AHEAD,
+    "label_smoothing": SMOOTHING,
 }
+"""Names of settings in the harness's vocabulary, and in wide use."""
 FIXES = {
     "eps": "epsilon={}",
     "momentum": "momentum={}",
@@ -68,6 +88,7 @@ def _setting(failure: Comparison) -> Diagnosis | None:
     if not colon or values is None:
         return None
     reference, port = values.groups()
+    setting = setting.rpartition(".")[2]
     name = KINDS.get(setting, SETTING)
     if name == ACTIVATION and "gelu" in reference and "gelu" in port:
         name = GELU
@@ -92,7 +113,7 @@ def _parameter(failure: Comparison, shapes: Shapes) -> Diagnosis | None:
     module = name if "has it:" in detail else path or name
     side = next((side for side, words in ONE_SIDED.items() if detail.startswith(words)), "")
     if side:
-        return _one_sided(module, name, side, table=_is_table(name, shapes))
+        return _one_sided(module, name, side, shapes)
     fix = "give each tensor one rule, one place and the reference's shape"
     if detail.startswith("shape of"):
         return Diagnosis(kind=SHAPE, module=module, sentence=detail, fix=fix)
@@ -108,9 +129,12 @@ ONE_SIDED: Mapping[str, tuple[str, ...]] = {
 """How a line of the inventory begins that says which side alone has something."""
 
 
-def _one_sided(module: str, name: str, side: str, *, table: bool) -> Diagnosis:
-    if table:
+def _one_sided(module: str, name: str, side: str, shapes: Shapes) -> Diagnosis:
+    if _is_table(module, shapes):
         return _tied(module, name, f"the {side}")
+    if name.endswith(".bias") and side == "reference" and not is_norm(module):
+        fix = f"use_bias=True in {module}"
+        return Diagnosis(kind=BIAS, module=module, sentence=f"The port's {module} has no bias", fix=fix)
     if side == "port":
         called = NORM_EXTRA if is_norm(module) else EXTRA
         return Diagnosis(kind=called, module=module, sentence=f"Only the port has {name}", fix=f"remove {module}")
