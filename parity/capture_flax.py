@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from parity.build import built
 from parity.capture_flax_calls import CallRecorder, Static, calls_of, is_floating, tagged
 from parity.capture_flax_dropout import drawn, handed_to, masks_of
 from parity.capture_flax_precision import narrowed
@@ -43,9 +44,7 @@ class FlaxRunner:
         self.side = side
         self.precision = precision
         with self.numerics():
-            self.model = side.module(precision)
-            if not isinstance(self.model, nnx.Module):
-                raise TypeError(f"expected the port's builder to return an nnx.Module, got {type(self.model)}")
+            self.model = built(side, precision)
             self.model.eval()
             if not side.takes_precision:
                 _follow_weights(self.model, precision)
