@@ -11,11 +11,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from parity.compare import relative_error
+from parity.diagnose.by_rung import MODEL
 from parity.diagnose.case import CaseBuilder, conventions_of, owner_of, same_ids
 from parity.tolerances import FLOAT64_RELATIVE
 from parity.trace import LOSS, Trace, call_of, method_of, module_of
-
-MODEL = "the model itself"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,10 @@ import numpy as np
 from parity import probe
 from parity.compare import Comparison, relative_error
 from parity.diagnose import CaseBuilder
-from parity.diagnose.by_rung import diagnose
+from parity.diagnose.by_rung import MODEL, diagnose
 from parity.diagnose.case import Case
-from parity.follow import MODEL, follow, local_differences
+from parity.diagnose.updates import departures
+from parity.follow import follow, local_differences
 from parity.pair import Inputs
 from parity.rungs import Rung
 from parity.rungs.adversarial import cases, probe_inputs
@@ -121,12 +122,19 @@ def _worst(failed: Rung) -> Found | None:
     failures = [failure for section in failed.outcome.sections for failure in section.failures]
     if not failures:
         return None
-    first = (
-        failures[0] if failed.name in ("inventory", "trajectory", "dropout") else max(failures, key=lambda c: c.error)
-    )
+    in_order = failed.name in ("inventory", "trajectory", "dropout", "half_width")
+    first = _in_order(failed, failures) if in_order else max(failures, key=lambda c: c.error)
     return Found(
         location=Location(module=_place(failed, first), error=first.error, explanation=first.detail or failed.title)
     )
+
+
+def _in_order(failed: Rung, failures: Sequence[Comparison]) -> Comparison:
+    """Static facts have no size, and what comes later follows from what came before."""
+    if failed.name == "trajectory":
+        departed = departures(failed.outcome.evidence)
+        return next((c for c in failures if departed and c.tensor == departed[0]), failures[0])
+    return failures[0]
 
 
 def _place(failed: Rung, first: Comparison) -> str:

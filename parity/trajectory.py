@@ -57,6 +57,8 @@ class Trajectory:
     """Parameters whose true gradient is zero."""
     further: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     """How far two trainings of the reference alone end up, where they were asked: see TRAJECTORY_DRAWS."""
+    still: frozenset[str] = frozenset()
+    """The port's parameters that are after the last step what they were before the first."""
     held: frozenset[str] = frozenset()
     """The reference's parameters that were held still: the port has only their sum with others."""
 
@@ -114,6 +116,7 @@ def train_both(runs: Runs, *, num_steps: int) -> Trajectory:
     found = Trajectory(held=runs.derived.held)
     before = {name: array.copy() for name, array in reference.parameters().items()}
     digests = {"reference": digest(before), "port": digest(port.parameters())}
+    start = {name: digest({name: array}) for name, array in port.parameters().items()}
     for step in range(1, num_steps + 1):
         inputs = training.batch_of(runs, step)
         masks = runs.draw_masks("reference", runs.seed + step, inputs=inputs)
@@ -133,6 +136,8 @@ def train_both(runs: Runs, *, num_steps: int) -> Trajectory:
             np.copyto(before[name], array)
         found.largest_changes.append(largest)
         del after, after_there  # they may be views of what the next step changes
+    ends = port.parameters().items()
+    found.still = frozenset(name for name, array in ends if digest({name: array}) == start.get(name))
     return found
 
 

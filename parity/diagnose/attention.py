@@ -215,13 +215,13 @@ class _Core:
     def _weights(self, f: Mapping[str, Any], scores: np.ndarray) -> np.ndarray:
         may = np.broadcast_to(allowed(f, self.masks, self.batch, self.queries, self.keys), scores.shape)
         how, value = f["fill"] or ("fill", -math.inf)
-        if how == "fill":
+        if how in ("fill", "fill, then zero"):
             scores = np.where(may, scores, value)
         elif how == "add":
             scores = np.where(may, scores, scores + value)
         elif how == "allowed":
             scores = np.where(may, scores + value, scores)
-        elif how == "renormalise":
+        elif how == "times":
             scores = np.where(may, scores, scores * value)
         if f["softmax"] == "none":
             return np.where(may, scores, 0.0)
@@ -232,7 +232,7 @@ class _Core:
             weights = np.where(lost, np.nan, weights)
         elif f["rows"] == "zeros":
             weights = np.where(lost, 0.0, weights)
-        return np.where(may, weights, 0.0) if how == "after" else weights
+        return np.where(may, weights, 0.0) if how in ("after", "fill, then zero") else weights
 
 
 _SCALES = (

@@ -25,6 +25,8 @@ RESIDUAL_ELSEWHERE = kind("residual from another place", "a residual connection 
 RESIDUAL_EXTRA = kind("residual added", "a residual connection that the reference does not have")
 TERM_SIGN = kind("sign", "subtracted where the other side adds")
 NORM_ORDER = kind("norm order", "norm before the sublayer on one side, after the residual on the other")
+NORM_TWICE = kind("norm applied twice", "a norm applied to what it has returned")
+SUBLAYER_ORDER = kind("sublayer order", "the sublayers of a layer in another order")
 NORM_EXTRA = kind("norm extra", "a norm that only the port applies")
 POSITIONS_MISSING = kind("positions missing", "positions that are not added")
 POSITIONS_TWICE = kind("positions added twice", "positions that are added more than once")
@@ -125,15 +127,27 @@ class _Difference:
         return Diagnosis(kind=name, module=case.module, sentence=sentence, fix=fix)
 
     def kind(self) -> str:
+        return self._unlike() or self._terms_kind()
+
+    def _unlike(self) -> str:
+        """Where the two are no sums of the same form."""
+        reference, port = self.reference, self.port
         if self._other_module():
             return EXCHANGED
-        if self.reference.function != self.port.function:
-            return function_kind(self.reference.function, self.port.function)
-        if self.reference.form != self.port.form or self.reference.detail != self.port.detail:
+        if self._returns_its_input():
+            return LAYER_SKIPPED
+        if "dropped out" in port.detail and "dropped out" not in reference.detail:
+            return dropout.OFF
+        if reference.function != port.function:
+            return function_kind(reference.function, port.function)
+        if reference.form != port.form or reference.detail != port.detail:
             return self._form_kind()
-        if self.reference.form in ("concatenation", "product"):
-            return self._order_kind()
-        return self._terms_kind()
+        return self._order_kind() if reference.form in ("concatenation", "product") else ""
+
+    def _returns_its_input(self) -> bool:
+        """A module with submodules that the port leaves out altogether."""
+        plain = self.port == Expression(((1.0, INPUT),))
+        return plain and not self.case.child and bool(self.case.inside) and INPUT not in self.reference.leaves
 
     def _order_kind(self) -> str:
         """Two tensors side by side, or multiplied."""
@@ -185,20 +199,36 @@ class _Difference:
         return AXES if "ax" in details or "shape" in details else WRONG_INPUT
 
     def _norm_kind(self, lost: list[str], gained: list[str]) -> str:
-        case = self.case
-        norm_lost = [n for n in lost if self._is_norm(n)]
-        norm_gained = [n for n in gained if self._is_norm(n)]
+        norm_lost, norm_gained = ([n for n in names if self._is_norm(n)] for names in (lost, gained))
+        if {_bare(n) for n in norm_lost} & {_bare(n) for n in norm_gained}:
+            return NORM_TWICE
         if norm_gained and not norm_lost:
+            if not self._norm_of_input(norm_gained[0]):
+                return SUBLAYER_ORDER
             # Called on both sides, but elsewhere: then it has moved.
-            return NORM_ORDER if any(n in case_later(case) for n in norm_gained) or lost else NORM_EXTRA
+            moved = any(n in case_later(self.case) for n in norm_gained) or lost
+            return NORM_ORDER if moved else NORM_EXTRA
         if norm_lost and not norm_gained:
             return NORM_ORDER if len(self.port.leaves) > 1 else NORM_MISSING
-        given_to_norm = case.child and is_norm(case.child, case.child_type)
-        if given_to_norm and lost and not gained and self._added_later(lost[0]):
-            return NORM_ORDER
-        if given_to_norm and self.reference.leaves == (INPUT,) and len(self.port.leaves) > 1 and not lost:
-            return NORM_ORDER
-        return ""
+        return NORM_ORDER if self._norm_is_given_otherwise(lost, gained) else ""
+
+    def _norm_is_given_otherwise(self, lost: list[str], gained: list[str]) -> bool:
+        """Where the value goes into a norm: with or without the residual that is added before or after it."""
+        if not self.case.child or not is_norm(self.case.child, self.case.child_type):
+            return False
+        if lost and not gained:
+            return self._added_later(lost[0])
+        return self.reference.leaves == (INPUT,) and len(self.port.leaves) > 1 and not lost
+
+    def _norm_of_input(self, leaf: str) -> bool:
+        """Whether the norm is given what the reference hands on without it, and not another sublayer's output."""
+        reference_leaves, _ = leaves(self.case)
+        prefix = self.case.module + "." if self.case.module else ""
+        given = self.case.afterwards.get(prefix + leaf)
+        handed_on = [reference_leaves[n] for n in self.reference.leaves if n in reference_leaves]
+        if given is None or not handed_on or self.reference.form != "sum" or len(handed_on) != 1:
+            return True
+        return given.shape == handed_on[0].shape and distance(given, handed_on[0]) <= MATCH
 
     def _added_later(self, leaf: str) -> bool:
         """Whether the port adds what it did not give to the norm to what the norm returned."""
@@ -283,7 +313,7 @@ def scale_kind(ratio: float, width: int) -> str:
     for value, name in ((1 / root, EMBEDDING_SCALE), (root, EMBEDDING_SCALED_TWICE), (-1.0, TERM_SIGN)):
         if abs(ratio / value - 1.0) < 1e-9:
             return name
-    for rate in dropout.RATES:
+    for rate in dropout.LIKELY_RATES:
         if min(abs(ratio * (1 - rate) - 1.0), abs(ratio / (1 - rate) - 1.0)) < 1e-9:
             return DROPOUT_SCALE
     return SCALE

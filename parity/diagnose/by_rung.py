@@ -16,7 +16,7 @@ from parity.diagnose.environment import explain_buffers, explain_modes, explain_
 from parity.diagnose.gradients import explain_gradients
 from parity.diagnose.initial import explain_initialisation
 from parity.diagnose.loss import explain_loss
-from parity.diagnose.narrow import explain_narrow
+from parity.diagnose.narrow import explain_half_width, explain_narrow
 from parity.diagnose.optimizer import explain_optimizer
 from parity.diagnose.schedule import explain_schedule
 from parity.diagnose.settings import explain_inventory
@@ -25,6 +25,9 @@ from parity.diagnose.updates import explain_buffers_after, explain_trajectory
 from parity.rungs import Rung
 from parity.rungs.adversarial import cases
 from parity.runs import Runs
+
+MODEL = "the model itself"
+"""What a location calls the model."""
 
 BY_EVIDENCE: Mapping[str, tuple[Callable[[Mapping[str, Any]], Diagnosis | None], tuple[str, ...]]] = {
     "initialisation": (explain_initialisation, ("parameter", "shape", "reference", "port")),
@@ -78,9 +81,12 @@ def _by_runs(runs: Runs, failed: Rung, place: str) -> Diagnosis | None:
             or explain_buffers_after(failed.outcome.evidence.get("buffers", {}))
         ),
         "loss": lambda: _loss(runs),
+        "half_width": lambda: _half_width(failed, place),
     }
     if failed.name in own:
         return own[failed.name]()
+    if failed.name == "adversarial" and place == MODEL:
+        return _hard_loss(runs, failed)
     if any(s.precision == "float32" for s in failed.outcome.sections if s.failures):
         return explain_narrow(runs, place)
     return _gradients(runs, failed, place) if failed.name in ("gradients", "adversarial") else None
@@ -112,6 +118,23 @@ def diagnose_case(case: Case, suspects: Sequence[Any] = REGISTRY) -> Diagnosis |
         if found is not None:
             return found
     return None
+
+
+def _half_width(failed: Rung, place: str) -> Diagnosis | None:
+    found = next((failure for failure in failed.failures if failure.tensor == place), None)
+    return None if found is None else explain_half_width(place, found.error, found.reference)
+
+
+def _hard_loss(runs: Runs, failed: Rung) -> Diagnosis | None:
+    """The loss of the hard input that fails, together with that of the first batch."""
+    section = next(section for section in failed.outcome.sections if section.failures)
+    every = [runs.batches[0], cases(runs)[section.title]]
+    traces = [[run(inputs, "float64") for inputs in every] for run in (runs.run_reference, runs.run_port)]
+    outputs = [next(iter(trace.results.values())) for trace in traces[0]]
+    losses = [np.array([float(trace.loss) for trace in side]) for side in traces]
+    if any(output.ndim < 2 for output in outputs) or not all(np.isfinite(side).all() for side in losses):
+        return None
+    return explain_loss(outputs, every, *losses)
 
 
 def _loss(runs: Runs) -> Diagnosis | None:

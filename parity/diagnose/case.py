@@ -287,6 +287,9 @@ class CaseBuilder:
                     before[name] = (self.reference.outputs[name], self.port.outputs.get(name))
                 elif other != child and name in self.port.outputs:
                     later[name] = self.port.outputs[name]
+        ours = {module_of(other) for other in children} - {module_of(child)}
+        known = before.keys() | later.keys() | self.reference.outputs.keys()
+        later |= {n: a for n, a in self.port.outputs.items() if module_of(n) in ours and n not in known}
         afterwards = {n: a for other in children for n, a in self.port.given.items() if call_of(n) == other}
         afterwards |= {n: a for n, a in self.port.outputs.items() if call_of(n) == call}
         own, others = self._weights(path)
@@ -315,7 +318,10 @@ class CaseBuilder:
             weights=own,
             other_weights=others,
             settings=settings,
-            elsewhere=lambda: (_all_values(self.reference, path), _all_values(self.port, path)),
+            elsewhere=lambda: (
+                _all_values(self.reference, path, module_of(child) or path),
+                _all_values(self.port, path, module_of(child) or path),
+            ),
             inputs=self.inputs,
             masks={site: mask for site, mask in self.masks.items() if _is_at(site, path)},
             rerun=rerun,
@@ -350,10 +356,24 @@ def _number(call: str) -> int:
     return int(number) if number else 1
 
 
-def _all_values(trace: Trace, path: str) -> dict[str, np.ndarray]:
-    """Everything but what the module's own methods were given and returned, which would explain nothing."""
-    given = {f"what {name} is given": array for name, array in trace.given.items() if module_of(name) != path}
-    return {**{n: a for n, a in trace.outputs.items() if module_of(n) != path}, **given}
+def _all_values(trace: Trace, path: str, target: str) -> dict[str, np.ndarray]:
+    """Everything that was there before the value was made, but what the module's own methods were given and returned.
+
+    `target`: the submodule that is given it, whose insides come later, or the module that returns it. A value explained
+    by what is made of it would be explained by itself.
+    """
+    ended: list[str] = []
+    for name in trace.outputs:
+        call = call_of(name)
+        if module_of(call) == target or module_of(call).startswith(target + "."):
+            if target != path:
+                break
+            continue
+        if module_of(call) != path and call not in ended:
+            ended.append(call)
+    made = {n: a for n, a in trace.outputs.items() if call_of(n) in ended}
+    given = {f"what {n} is given": a for n, a in trace.given.items() if call_of(n) in ended}
+    return {**made, **given}
 
 
 def _wide(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -13,6 +13,8 @@ PLACE = kind("dropout in another place", "a dropout that one side does not have,
 OFF = kind("dropout off", "no dropout in training, or dropout in evaluation")
 INVERTED = kind("dropout mask inverted", "what should be kept is dropped")
 RATES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+LIKELY_RATES = RATES[:-1]
+"""Half or twice of something has other reasons, most of the time."""
 REPEATED = kind("dropout mask repeated", "the same mask again with another seed, or at two places")
 
 

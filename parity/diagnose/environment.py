@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 
 from parity.diagnose.diagnosis import Diagnosis, kind
-from parity.diagnose.narrow import LOW_PRECISION
 from parity.diagnose.positions import between_tables
-from parity.diagnose.precision import FLOAT32
+from parity.diagnose.precision import FLOAT32, LOW_PRECISION
 from parity.rungs import Rung, Section
 from parity.trace import LOSS, OUTPUT
 
@@ -55,6 +54,9 @@ def explain_buffers(failed: Rung, tables: Callable[[str], tuple[np.ndarray, np.n
         fix = "call eval() on the port, or use_running_average=True"
         return Diagnosis(kind=BUFFER, module=name, sentence=f"A run in evaluation mode changes {name}", fix=fix)
     pair = tables(name)
+    if pair is not None and np.array_equal(pair[1], pair[0].astype(np.float32)):
+        sentence, fix = f"The port's {name} is rounded to float32", "compute it in numpy float64, and cast last"
+        return Diagnosis(kind=FLOAT32, module=name, sentence=sentence, fix=fix)
     found = None if pair is None or pair[0].ndim < 2 else between_tables(*pair)
     if found is not None:
         return found.diagnosis(name)

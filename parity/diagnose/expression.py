@@ -86,6 +86,7 @@ class Finder:
         yield from self._axes()
         yield from self._sums(unit=False)
         yield from self._functions_of_sums()
+        yield from self._dropped()
         yield from self._products()
         yield from self._concatenations()
 
@@ -150,6 +151,21 @@ class Finder:
             for function, apply in functions.items():
                 if self._quick(apply(a) * b) and self.fits(apply(self.fitting[first]) * self.fitting[second]):
                     yield Expression(((1.0, first), (1.0, second)), function=function, form="product")
+
+    def _dropped(self) -> Iterator[Expression]:
+        """A tensor of which elements are left out and the others scaled, alone or added to another."""
+        names = list(self.fitting)[:MOST_LEAVES]
+        for name, other in [*((n, "") for n in names), *itertools.permutations(names, 2)]:
+            part = self.target - (self.fitting[other] if other else 0.0)
+            inner = self.fitting[name]
+            kept = np.abs(part) > 1e-9 * np.abs(inner).max()
+            share = kept.mean()
+            if not 0.3 < share < 0.99 or not (np.abs(inner) > 0).all():
+                continue
+            ratio = part[kept] / inner[kept]
+            if ratio[0] >= 1.0 and np.ptp(ratio) < 1e-9 * ratio[0]:
+                terms = ((float(ratio[0]), name), *(((1.0, other),) if other else ()))
+                yield Expression(terms, detail=f"with {1 - share:.0%} of {name} dropped out")
 
     def _axes(self) -> Iterator[Expression]:
         """One leaf whose elements stand elsewhere: axes exchanged, reversed, shifted, averaged, one of its halves."""

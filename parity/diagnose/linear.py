@@ -9,6 +9,7 @@ from parity.diagnose.between import EXCHANGED, OUTPUT_SCALE
 from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, kind
 from parity.diagnose.engine import Factor, Option, explain
+from parity.diagnose.precision import rounded_product
 
 TRANSPOSED = kind("kernel transposed", "torch's (out, in) used as Flax's (in, out), or the other way round")
 BIAS = kind("bias missing", "a bias that is left out")
@@ -17,7 +18,7 @@ BIAS_ELSEWHERE = kind("bias of another module", "a bias that belongs to another 
 QKV = kind("q/k/v permuted", "query, key and value projections exchanged")
 HEADS = kind("heads split in the other order", "features read as (head_dim, heads) instead of (heads, head_dim)")
 SCALED = kind("weights scaled", "a kernel multiplied by a constant")
-REVERSED = kind("features reversed", "the features of a kernel in another order")
+REVERSED = kind("features in another order", "rows or columns of a kernel reversed, or moved on")
 
 _TRANSPOSED = (
     Option("no", "as stored"),
@@ -36,83 +37,96 @@ def linear(case: Case) -> Diagnosis | None:
     if not case.leaf or len(case.given) != 1:
         return None
     found = _matrix(case)
-    if found is None:
+    if found is None or found[0].shape[-1] not in found[1].shape:
         return None
     x, kernel = found
-    features_in = x.shape[-1]
-    if features_in not in kernel.shape:
-        return None
     bias = next((a for n, a in case.weights.items() if n in BIASES), np.zeros(1)).ravel()
-    matrices = dict(_matrices(case, kernel))
-    vectors = dict(_vectors(case, bias))
-    products: dict[tuple[Any, ...], np.ndarray] = {}
+    formula = _Product(case, x, kernel, bias)
+    explanation = explain(formula, formula.factors(), expected=case.expected, got=case.got)
+    if explanation is not None:
+        return explanation.diagnosis(case.module)
+    return rounded_product(case, x, kernel, bias)
 
-    def formula(f: Mapping[str, Any]) -> np.ndarray | None:
+
+class _Product:
+    """x W + b by its factors."""
+
+    def __init__(self, case: Case, x: np.ndarray, kernel: np.ndarray, bias: np.ndarray):
+        self.case, self.x, self.kernel, self.bias = case, x, kernel, bias
+        self.matrices, self.vectors = dict(_matrices(case, kernel)), dict(_vectors(case, bias))
+        self._products: dict[tuple[Any, ...], np.ndarray] = {}
+
+    def __call__(self, f: Mapping[str, Any]) -> np.ndarray | None:
         key = (f["kernel"], f["transposed"], f["columns"], f["rows"])
-        if key not in products:
-            matrix = matrices[f["kernel"]]
-            if f["transposed"] == "reshaped":
-                matrix = matrix.reshape(matrix.shape[::-1]).T
-            if f["transposed"] == "reshaped back":
-                matrix = matrix.T.reshape(matrix.shape)
-            matrix = matrix.T if f["transposed"] == "yes" else matrix
+        if key not in self._products:
+            matrix = _turned(self.matrices[f["kernel"]], f["transposed"])
             matrix = matrix[:, _order(matrix.shape[1], f["columns"])][_order(matrix.shape[0], f["rows"])]
-            if matrix.shape[0] != features_in:
+            if matrix.shape[0] != self.x.shape[-1]:
                 return None
-            products[key] = (x @ matrix).reshape(case.expected.shape)
-        product = products[key] * f["scale"]
+            self._products[key] = (self.x @ matrix).reshape(self.case.expected.shape)
+        product = self._products[key] * f["scale"]
         if f["times"] == 0:
             return product
-        added = vectors[f["bias"]][_order(vectors[f["bias"]].size, f["columns"] if f["bias"] == "" else "")]
-        return product + f["times"] * added.reshape(*case.expected.shape[x.ndim - 1 :])
+        vector = self.vectors[f["bias"]]
+        added = vector[_order(vector.size, f["columns"] if f["bias"] == "" else "")]
+        return product + f["times"] * added.reshape(*self.case.expected.shape[self.x.ndim - 1 :])
 
-    factors = (
-        Factor(
-            "kernel",
-            lambda r, p: _exchange_kind(case, r, p),
-            tuple(_named(case, matrices)),
-            what="kernel",
-            fix="use {reference}",
-        ),
-        Factor(
-            "transposed",
-            TRANSPOSED,
-            _TRANSPOSED,
-            what="kernel",
-            fix="map torch's weight to the kernel through Transpose(), once",
-        ),
-        Factor(
-            "times",
-            lambda r, p: BIAS if 0 in (r, p) else BIAS_TWICE,
-            _times(bias),
-            what="bias",
-            fix="the bias must be {reference}",
-        ),
-        Factor("bias", BIAS_ELSEWHERE, tuple(_named(case, vectors)), what="bias", fix="use {reference}"),
-        Factor(
-            "columns",
-            _order_kind,
-            _orders(case.expected.shape[-1]),
-            what="order of the output's features",
-            fix="put the output's features {reference}",
-        ),
-        Factor(
-            "rows",
-            _order_kind,
-            _orders(features_in),
-            what="order of the input's features",
-            fix="put the input's features {reference}",
-        ),
-        Factor(
-            "scale",
-            OUTPUT_SCALE if case.method else SCALED,
-            _scales(x, kernel, bias, case),
-            what="factor of the kernel",
-            fix="multiply the kernel by {reference}",
-        ),
-    )
-    explanation = explain(formula, factors, expected=case.expected, got=case.got)
-    return None if explanation is None else explanation.diagnosis(case.module)
+    def factors(self) -> tuple[Factor, ...]:
+        """In which linear layers go wrong."""
+        case = self.case
+        return (
+            Factor(
+                "kernel",
+                lambda r, p: _exchange_kind(case, r, p),
+                tuple(_named(case, self.matrices)),
+                what="kernel",
+                fix="use {reference}",
+            ),
+            Factor(
+                "transposed",
+                TRANSPOSED,
+                _TRANSPOSED,
+                what="kernel",
+                fix="map torch's weight to the kernel through Transpose(), once",
+            ),
+            Factor(
+                "times",
+                lambda r, p: BIAS if 0 in (r, p) else BIAS_TWICE,
+                _times(self.bias),
+                what="bias",
+                fix="the bias must be {reference}",
+            ),
+            Factor("bias", BIAS_ELSEWHERE, tuple(_named(case, self.vectors)), what="bias", fix="use {reference}"),
+            Factor(
+                "columns",
+                _order_kind,
+                _orders(case.expected.shape[-1]),
+                what="order of the output's features",
+                fix="put the output's features {reference}",
+            ),
+            Factor(
+                "rows",
+                _order_kind,
+                _orders(self.x.shape[-1]),
+                what="order of the input's features",
+                fix="put the input's features {reference}",
+            ),
+            Factor(
+                "scale",
+                OUTPUT_SCALE if case.method else SCALED,
+                _scales(self.x, self.kernel, self.bias, case),
+                what="factor of the kernel",
+                fix="multiply the kernel by {reference}",
+            ),
+        )
+
+
+def _turned(matrix: np.ndarray, how: str) -> np.ndarray:
+    if how == "reshaped":
+        return matrix.reshape(matrix.shape[::-1]).T
+    if how == "reshaped back":
+        return matrix.T.reshape(matrix.shape)
+    return matrix.T if how == "yes" else matrix
 
 
 def _matrix(case: Case) -> tuple[np.ndarray, np.ndarray] | None:
@@ -217,6 +231,7 @@ def _times(bias: np.ndarray) -> tuple[Option, ...]:
 
 def _orders(width: int) -> tuple[Option, ...]:
     options = [Option("", "as they are"), Option("reversed", "reversed")]
+    options += [Option("moved 1", "moved on by one"), Option("moved -1", "moved back by one")]
     for heads in range(2, min(width, 65)):
         if width % heads == 0:
             options.append(Option(f"heads {heads}", f"as (head_dim, {heads} heads)"))
@@ -235,6 +250,8 @@ def _order(width: int, name: str) -> np.ndarray:
     if what == "heads":
         # Position h · head_dim + d of one order is position d · heads + h of the other.
         return indices.reshape(-1, int(number)).T.ravel()
+    if what == "moved":
+        return np.roll(indices, int(number))
     if what in ("rotated", "back"):
         step = width // int(number)
         return np.roll(indices, step if what == "rotated" else -step)

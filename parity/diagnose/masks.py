@@ -23,6 +23,9 @@ FILL = kind("mask fill", "a fill that is not negative enough, added or multiplie
 FORBIDDEN_BELOW = -1e3
 """A floating-point mask is added to scores: this and less forbids."""
 
+FILLS = (-100.0, -10.0, -1.0, 0.0, -2.0, -3.0, -5.0, -9.0, -20.0, -30.0, -50.0, 1e-9, -1e-9)
+"""Not negative enough: exp of them is no zero, or scores may be lower."""
+
 MaskArray = tuple[str, np.ndarray]
 """(`keys` or `pairs`, True = as given; already broadcastable to (batch, heads, queries, keys))."""
 
@@ -122,21 +125,20 @@ def mask_factors(masks: Sequence[MaskArray], queries: int, keys: int, *, windows
             fix="where no key may be attended to, return {reference}",
         )
     )
-    fill = (
-        Option(None, "minus infinity"),
-        Option(("fill", -100.0), "-100"),
-        Option(("fill", -10.0), "-10"),
-        Option(("fill", -1.0), "-1"),
-        Option(("fill", 0.0), "0"),
-        Option(("fill", 1e-9), "1e-9"),
-        Option(("fill", -1e-9), "-1e-9"),
-        Option(("add", -1.0), "-1, added"),
+    fill = [Option(None, "minus infinity")]
+    for value in FILLS:
+        fill.append(Option(("fill", value), f"{value:g}"))
+        fill.append(Option(("fill, then zero", value), f"{value:g}, zeroed after the softmax"))
+        fill.append(Option(("add", value), f"{value:g}, added"))
+    fill += [
         Option(("add", 1.0), "+1, added"),
         Option(("after", 0.0), "0, after the softmax"),
-        Option(("renormalise", 0.0), "0, before the exponential"),
+        Option(("times", 0.0), "0, multiplied before the softmax"),
         Option(("allowed", 1.0), "1 added to what is allowed"),
+    ]
+    factors.append(
+        Factor("fill", FILL, tuple(fill), what="fill of masked scores", fix="fill masked scores with {reference}")
     )
-    factors.append(Factor("fill", FILL, fill, what="fill of masked scores", fix="fill masked scores with {reference}"))
     return factors
 
 

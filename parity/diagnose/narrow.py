@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from parity.diagnose.diagnosis import Diagnosis, kind
+from parity.diagnose.diagnosis import Diagnosis
 from parity.diagnose.norm import FAST, is_norm
+from parity.diagnose.precision import BFLOAT16 as BFLOAT16_INSIDE
+from parity.diagnose.precision import LOW_PRECISION
 from parity.runs import Runs
 from parity.trace import module_of
-
-LOW_PRECISION = kind("low precision product", "matrix products in TF32 or bfloat16, or a cast to a narrower type")
 
 TF32, BFLOAT16 = 2.0**-11, 2.0**-9
 """Roundings of TF32 and of bfloat16."""
@@ -40,3 +40,17 @@ def explain_narrow(runs: Runs, place: str) -> Diagnosis | None:
             fix="no cast to a narrower type, and precision=jax.lax.Precision.HIGHEST in matrix products",
         )
     return None
+
+
+def explain_half_width(place: str, error: float, reference: float | None) -> Diagnosis | None:
+    """Of the first tensor that is further from the float64 answer in bfloat16 than the reference's roundings allow."""
+    if reference is None or not np.isfinite(error) or reference <= 0.0:
+        return None
+    module = module_of(place.partition(" (batch")[0])
+    times = f"{error / reference:.2g} times as far from the float64 answer as the reference's"
+    return Diagnosis(
+        kind=BFLOAT16_INSIDE,
+        module=module,
+        sentence=f"In bfloat16 the port's {module} is {times}: it rounds where that keeps float32",
+        fix="softmax, norms, losses and sums in float32, rounded to bfloat16 at their ends alone",
+    )

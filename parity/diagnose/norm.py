@@ -17,6 +17,7 @@ AFFINE = kind("norm scale or bias", "a norm's scale or bias left out, or the two
 OFFSET = kind("norm scale offset", "x · (1 + scale) on one side, x · scale on the other")
 AXIS = kind("norm axis", "normalised over another axis")
 FAST = kind("fast variance", "E[x²] - E[x]² on one side, which loses everything where the mean is large")
+EXCHANGED = kind("weights of another module", "a matrix that belongs to another module, another layer for one")
 MISSING = kind("norm missing", "a norm that one side leaves out")
 RUNNING = kind("batch norm statistics", "running statistics exchanged, or those of the batch used in evaluation")
 
@@ -88,6 +89,13 @@ def _layer_norm(case: Case) -> Explanation | None:
             fix="the scale must be {reference}",
         ),
         Factor("axis", AXIS, tuple(axes), what="mean and variance taken over", fix="normalise over {reference}"),
+        Factor(
+            "owner",
+            EXCHANGED,
+            tuple(Option(n, f"those of {n}" if n else "its own") for n in [*formula.owners][:40]),
+            what="scale and bias",
+            fix="use {reference}",
+        ),
         Factor("skip", MISSING, _yes("applied", "left out"), what="norm", fix="apply the norm"),
     )
     return explain(formula, factors, expected=case.expected, got=case.got)
@@ -106,9 +114,12 @@ class _Formula:
     def __init__(self, case: Case):
         width = case.x.shape[-1]
         self.x = case.x.astype(np.float64)
-        vectors = {n: a for n, a in case.weights.items() if a.shape == (width,)}
-        self.scale = next((a for n, a in vectors.items() if n in ("scale", "weight", "gamma", "g")), np.ones(width))
-        self.bias = next((a for n, a in vectors.items() if n in ("bias", "beta", "b")), np.zeros(width))
+        self.scale, self.bias = _affine(case.weights, "", width)
+        self.owners = {"": (self.scale, self.bias)}
+        for name in case.other_weights:
+            path = name.rpartition(".")[0]
+            if is_norm(path) and path not in self.owners and case.other_weights[name].shape == (width,):
+                self.owners[path] = _affine(case.other_weights, path + ".", width)
 
     def __call__(self, f: Mapping[str, Any]) -> np.ndarray | None:
         if f["skip"] == "no":
@@ -121,10 +132,18 @@ class _Formula:
             variance = variance * count / (count - 1) if count > 1 else variance
         below = np.sqrt(variance + f["eps"]) if f["place"] == "yes" else np.sqrt(variance) + f["eps"]
         normalised = (x if f["mean"] == "yes" else self.x) / below
-        scale, bias = (self.bias, self.scale) if f["affine"] == "exchanged" else (self.scale, self.bias)
+        scale, bias = self.owners[f["owner"]]
+        scale, bias = (bias, scale) if f["affine"] == "exchanged" else (scale, bias)
         if f["affine"] in ("both", "scale", "exchanged"):
             normalised = normalised * (1.0 + scale if f["offset"] == "no" else scale)
         return normalised + bias if f["affine"] in ("both", "bias", "exchanged") else normalised
+
+
+def _affine(weights: Mapping[str, np.ndarray], prefix: str, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(scale, bias) of the norm whose parameters have this prefix."""
+    vectors = {n.removeprefix(prefix): a for n, a in weights.items() if n.startswith(prefix) and a.shape == (width,)}
+    scale = next((a for n, a in vectors.items() if n in ("scale", "weight", "gamma", "g")), np.ones(width))
+    return scale, next((a for n, a in vectors.items() if n in ("bias", "beta", "b")), np.zeros(width))
 
 
 def _axes(axis: Any, ndim: int) -> tuple[int, ...]:

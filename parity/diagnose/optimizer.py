@@ -7,6 +7,7 @@ import numpy as np
 
 from parity.diagnose.diagnosis import Diagnosis, kind
 from parity.diagnose.engine import Explanation, Factor, Option, explain
+from parity.diagnose.updates import PARAMETER_STILL
 
 EPS = kind("Adam eps", "another eps in Adam's denominator")
 EPS_PLACE = kind("Adam eps placement", "eps inside the square root (eps_root), or added before the bias correction")
@@ -31,6 +32,14 @@ def explain_optimizer(evidence: Mapping[str, Any]) -> Diagnosis | None:
     """`gradients`, `reference` and `port`: arrays of each step; `weights` before the first."""
     gradients = [np.asarray(g, np.float64) for g in evidence["gradients"]]
     expected, got = (np.stack([np.asarray(u, np.float64) for u in evidence[side]]) for side in ("reference", "port"))
+    if not got.any() and expected.any():
+        name = str(evidence.get("parameter", "the parameter"))
+        return Diagnosis(
+            kind=PARAMETER_STILL,
+            module=name,
+            sentence=f"The port's optimizer does not change {name}",
+            fix="give it to the optimizer: no mask, no zero learning rate, and an nnx.Param",
+        )
     weights = [np.asarray(evidence["weights"], np.float64)]
     for update in expected[:-1]:
         weights.append(weights[-1] + update)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from parity.diagnose.between import POSITIONS_MISSING
 from parity.diagnose.case import Case
 from parity.diagnose.diagnosis import Diagnosis, kind
 from parity.diagnose.engine import Explanation, Factor, Option, explain
@@ -118,7 +119,7 @@ def between_tables(expected: np.ndarray, got: np.ndarray, case: Case | None = No
         ),
         Factor(
             "scale",
-            SCALE,
+            lambda r, p: POSITIONS_MISSING if p == 0.0 else SCALE,
             tuple(Option(s, f"{s:.6g}") for s in scales),
             what="factor of the positions",
             also_right=2,

@@ -10,6 +10,7 @@ from parity.diagnose.engine import MATCH
 from parity.diagnose.settings import MOMENTUM
 
 NOT_UPDATED = kind("step changes nothing", "an update that is dropped: a module changed inside of jit and not returned")
+PARAMETER_STILL = kind("parameter not updated", "a parameter that the port's training does not change")
 STATISTICS = kind("running statistics not updated", "batch statistics that the port does not keep")
 VARIANCE = kind("running variance biased", "torch keeps the unbiased variance of a batch, Flax the biased one")
 EARLY = kind("first step differs", "training departs in its very first step")
@@ -60,29 +61,37 @@ def explain_buffers_after(buffers: Mapping[str, Mapping[str, Any]]) -> Diagnosis
 
 
 def explain_trajectory(evidence: Mapping[str, Any]) -> Diagnosis | None:
-    """`unchanged`: {side: steps after which nothing had changed}; `first` step that departs."""
+    """`unchanged`, `still`, `distances` and `bounds` of parameters, `first` step that departs, and `departure`."""
     unchanged = evidence.get("unchanged", {})
     lost = [n for n in unchanged.get("port", ()) if n not in unchanged.get("reference", ())]
     if lost:
-        return Diagnosis(
-            kind=NOT_UPDATED,
-            module="training step",
-            sentence=f"The port's parameters are the same after step {lost[0]}",
-            fix="return the updated state from the jitted step: what changes inside of jit alone is lost",
-        )
-    if evidence.get("first") == 1 and evidence.get("departure") == "jump":
-        name = _furthest(evidence)
-        return Diagnosis(
-            kind=EARLY,
-            module=name or "training step",
-            sentence=f"Training departs in its first step, furthest in {name}"
-            if name
-            else "Training departs in its first step",
-            fix="compare what the step is made of: loss, clipping, optimizer and schedule, each a rung of its own",
-        )
+        sentence = f"The port's parameters are the same after step {lost[0]}"
+        fix = "return the updated state from the jitted step: what changes inside of jit alone is lost"
+        return Diagnosis(kind=NOT_UPDATED, module="training step", sentence=sentence, fix=fix)
+    departed = departures(evidence)
+    still = [name for name in departed if name in evidence.get("still", ())]
+    if still:
+        more = f" (and {len(still) - 1} more)" if len(still) > 1 else ""
+        sentence = f"The port's {still[0]}{more} never moves, the reference's does"
+        fix = "give it to the optimizer, and return it from the step"
+        return Diagnosis(kind=PARAMETER_STILL, module=still[0], sentence=sentence, fix=fix)
+    if departed and evidence.get("first") == 1 and evidence.get("departure") == "jump":
+        sentence = f"Training departs in its first step, furthest in {departed[0]}"
+        fix = "compare what the step is made of: loss, clipping, optimizer and schedule, each a rung of its own"
+        return Diagnosis(kind=EARLY, module=departed[0], sentence=sentence, fix=fix)
     return None
 
 
-def _furthest(evidence: Mapping[str, Any]) -> str:
-    distances = {n: d[0] for n, d in evidence.get("distances", {}).items() if d}
-    return max(distances, key=lambda n: distances[n]) if distances else ""
+def departures(evidence: Mapping[str, Any]) -> list[str]:
+    """Parameters beyond their bound after the first step in which any is, the furthest first."""
+    distances, bounds = evidence.get("distances", {}), evidence.get("bounds", {})
+    beyond: dict[str, tuple[int, float]] = {}
+    for name, steps in distances.items():
+        shares = [
+            d / b if b > 0 else float(d > 0) * np.inf for d, b in zip(steps, bounds.get(name, steps), strict=True)
+        ]
+        at = next((i for i, share in enumerate(shares) if not share <= 1.0), None)
+        if at is not None:
+            beyond[name] = (at, shares[at])
+    first = min((at for at, _ in beyond.values()), default=0)
+    return sorted((n for n, (at, _) in beyond.items() if at == first), key=lambda n: -beyond[n][1])

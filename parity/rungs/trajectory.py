@@ -1,7 +1,7 @@
 """Rung 14: training steps in both, losses and parameters compared after each.
 
 Evidence: `losses` [(reference, port)], `rates`, `distances` {parameter: root mean square, one a step} and `bounds`
-alike; `unchanged` {side: steps after which nothing had changed}; `first`, the first step that departs, and `departure`,
+alike; `unchanged` {side: steps after which nothing had changed}; `still`, the port's parameters that never moved; `first`, the first step that departs, and `departure`,
 `jump` or `drift`.
 """
 
@@ -52,6 +52,7 @@ def climb(runs: Runs) -> Outcome:
             "distances": found.distances,
             "bounds": {name: found.bounds(name) for name in found.distances},
             "unchanged": found.unchanged,
+            "still": sorted(found.still - found.zero),
             "first": first,
             "departure": departure,
         },

@@ -12,7 +12,7 @@ from flax import nnx
 
 from parity import ladder
 from parity.diagnose import Diagnosis, diagnose_case, suspect
-from parity.follow import MODEL
+from parity.diagnose.by_rung import MODEL
 from parity.locate import Found, follow_and_hand
 from parity.pair import Pair, Side
 from parity.runs import Runs
