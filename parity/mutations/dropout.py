@@ -1,12 +1,13 @@
 """Faults of dropout: rates, sites, scales, masks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from parity.mutations.planting import Kind, Method, class_is, in_method, in_modules, in_side
+from parity.mutations.planting import Kind, Method, class_is, in_method, in_modules, in_side, with_side
+from parity.pair import Pair
 
 LAYER = class_is("EncoderLayer", "DecoderLayer")
 
@@ -32,38 +33,10 @@ class Tampered:
         return None if keep is None else self.change(keep)
 
 
-class OneMask:
-    """Draws the same mask at every site, and for the whole batch if `shared`."""
-
-    def __init__(self, source: Any, *, shared: bool):
-        self.source, self.shared = source, shared
-
-    def at(self, name: str) -> "OneMask":
-        """Itself where masks are drawn; where they are handed in, the source for the part."""
-        drawn = hasattr(self.source, "key")
-        return OneMask(self.source if drawn and not self.shared else self.source.at(name), shared=self.shared)
-
-    def keep(self, shape: tuple[int, ...], *, rate: float) -> Any:
-        """One row's mask for all rows, if shared."""
-        if not self.shared or not hasattr(self.source, "key"):
-            return self.source.keep(shape, rate=rate)
-        return jnp.broadcast_to(self.source.keep((1, *shape[1:]), rate=rate), shape)
-
-
 def _tampered_after(change: Callable[[Any], Any]) -> Callable[[Method], Method]:
     def make(original: Method) -> Method:
         def after(self: Any, norm: Any, x: Any, sublayer: Any, *dropout: Any) -> Any:
             return original(self, norm, x, sublayer, *(Tampered(source, change) for source in dropout))
-
-        return after
-
-    return make
-
-
-def _drawn_after(*, shared: bool) -> Callable[[Method], Method]:
-    def make(original: Method) -> Method:
-        def after(self: Any, norm: Any, x: Any, sublayer: Any, *dropout: Any) -> Any:
-            return original(self, norm, x, sublayer, *(OneMask(source, shared=shared) for source in dropout))
 
         return after
 
@@ -137,6 +110,35 @@ def _every_other_site(original: Any) -> Any:
     return call
 
 
+def _for_all_rows(masks: Mapping[str, Any], site: str) -> Any:
+    return jnp.broadcast_to(masks[site][:1], masks[site].shape)
+
+
+def _of_another_site(masks: Mapping[str, Any], site: str) -> Any:
+    alike = [name for name, mask in masks.items() if name != site and mask.shape == masks[site].shape]
+    return masks[alike[0]]
+
+
+def _drawn(name: str, description: str, change: Callable[[Mapping[str, Any], str], Any], **fields: Any) -> Kind:
+    """Another mask drawn at one site by the port's own dropout; masks handed in are not touched."""
+
+    def places(pair: Pair) -> list[str]:
+        if pair.port.draw_dropout is None or pair.port.dropout_rates is None:
+            return []
+        return list(pair.port.dropout_rates(pair.port.module("float32"), pair.batches(seed=0)[0]))
+
+    def plant(pair: Pair, place: str) -> Pair:
+        original = pair.port.draw_dropout
+
+        def draw(module: Any, inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
+            masks = dict(original(module, inputs, seed))
+            return masks | {place: change(masks, place)}
+
+        return with_side(pair, draw_dropout=draw)
+
+    return Kind(name=name, description=description, places=places, plant=plant, **fields)
+
+
 def _after(name: str, description: str, make: Callable[[Method], Method], **fields: Any) -> Kind:
     return in_method(name, description, LAYER, make, method="after", **fields)
 
@@ -148,8 +150,8 @@ KINDS: tuple[Kind, ...] = (
     _after("dropout in evaluation", "never switched off", _in_evaluation),
     _after("dropout of the sum", "x is dropped out too", _on_the_sum),
     _after("dropout mask inverted", "keeps what should go", _tampered_after(lambda keep: ~keep)),
-    _after("dropout mask for the whole batch", "every row the same", _drawn_after(shared=True), cases=("P21",)),
-    _after("dropout key not folded", "the same mask at every site", _drawn_after(shared=False)),
+    _drawn("dropout mask for the whole batch", "every row the same", _for_all_rows, cases=("P21",)),
+    _drawn("dropout key not folded", "the same mask as at another site", _of_another_site),
     in_method(
         "attention dropout left out",
         "weights are not dropped out",
@@ -157,5 +159,11 @@ KINDS: tuple[Kind, ...] = (
         _before_softmax,
         method="attend",
     ),
-    in_side("dropout masks exchanged", "one site's for another's", "call_with_dropout", _every_other_site),
+    in_side(
+        "dropout masks exchanged",
+        "one site's for another's",
+        "call_with_dropout",
+        _every_other_site,
+        rungs=("dropout",),
+    ),
 )

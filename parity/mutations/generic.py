@@ -58,7 +58,7 @@ class Convolution(nnx.Module):
         )
 
 
-class BatchNorm(nnx.Module):
+class ChannelNorm(nnx.Module):
     """By running statistics in evaluation; in training by the batch's, which move the running ones."""
 
     def __init__(self, channels: int):
@@ -83,7 +83,7 @@ class BatchNorm(nnx.Module):
         return centred * self.weight[...][:, None, None] + self.bias[...][:, None, None]
 
 
-class GroupNorm(nnx.Module):
+class GroupedNorm(nnx.Module):
     """Over each group of neighbouring channels."""
 
     def __init__(self, groups: int, channels: int):
@@ -118,11 +118,11 @@ class Convolutional(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         self.conv1 = Convolution((4, 3, 3, 3), rngs, stride=(2, 1), groups=1)
-        self.norm1 = BatchNorm(4)
+        self.norm1 = ChannelNorm(4)
         self.conv2 = Convolution((6, 2, 3, 3), rngs, stride=(1, 1), groups=2)
-        self.norm2 = GroupNorm(3, 6)
+        self.norm2 = GroupedNorm(3, 6)
         self.pool = Pool()
-        self.norm3 = BatchNorm(6)
+        self.norm3 = ChannelNorm(6)
         self.linear = Linear(6 * 3 * 5, 5, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:

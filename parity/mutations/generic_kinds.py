@@ -19,7 +19,7 @@ def _in(base: str, *classes: str) -> Callable[..., Kind]:
 
 
 _convolution = _in("convolutional", "Convolution")
-_batch_norm = _in("convolutional", "BatchNorm")
+_batch_norm = _in("convolutional", "ChannelNorm")
 _lstm, _gru = _in("recurrent", "LSTMCell"), _in("recurrent", "GRUCell")
 _rotary, _gated = _in("decoder-only", "Rotary"), _in("decoder-only", "Gated")
 
@@ -172,12 +172,12 @@ KINDS: tuple[Kind, ...] = (
         base="convolutional",
     ),
     in_modules(
-        "batch norm eps", "1e-3 for 1e-5", class_is("BatchNorm"), _set(eps=1e-3), base="convolutional", cases=("P1",)
+        "batch norm eps", "1e-3 for 1e-5", class_is("ChannelNorm"), _set(eps=1e-3), base="convolutional", cases=("P1",)
     ),
     in_modules(
         "batch norm momentum",
         "0.9 where 0.1 is meant",
-        class_is("BatchNorm"),
+        class_is("ChannelNorm"),
         _set(momentum=0.9),
         base="convolutional",
     ),
@@ -185,13 +185,13 @@ KINDS: tuple[Kind, ...] = (
     in_modules(
         "running statistics trained",
         "a parameter for a buffer",
-        class_is("BatchNorm"),
+        class_is("ChannelNorm"),
         _statistics_trained,
         base="convolutional",
         cases=("P26",),
     ),
-    in_modules("group norm of other groups", "2 for 3", class_is("GroupNorm"), _set(groups=2), base="convolutional"),
-    _in("convolutional", "GroupNorm")("group norm of far channels", "every third one", _other_groups, "__call__"),
+    in_modules("group norm of other groups", "2 for 3", class_is("GroupedNorm"), _set(groups=2), base="convolutional"),
+    _in("convolutional", "GroupedNorm")("group norm of far channels", "every third one", _other_groups, "__call__"),
     _in("convolutional", "Pool")("padding not counted", "in an average", _padding_not_counted, "__call__"),
     _in("convolutional", "Convolutional")(
         "channels last when flattened",

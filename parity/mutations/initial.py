@@ -73,6 +73,6 @@ KINDS: tuple[Kind, ...] = (
         places=lambda pair: [] if pair.port.training is None else ["training"],
         plant=lambda pair, place: _step(pair, lambda old, new: old),
         cases=("P25",),
-        shows=lambda place: ("training", "trajectory"),
+        rungs=("trajectory",),
     ),
 )

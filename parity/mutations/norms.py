@@ -95,5 +95,12 @@ KINDS: tuple[Kind, ...] = (
     in_method("norm over the wrong axis", "over positions", NORM, _by(_over_length)),
     in_method("norm scale plus one", "multiplies by 1 + scale", NORM, _one_more),
     in_method("norm bias left out", "no bias is added", NORM, _no_bias),
-    in_method("norm statistics in bfloat16", "not widened in a bfloat16 run", NORM, _narrow, cases=("P6",)),
+    in_method(
+        "norm statistics in bfloat16",
+        "not widened in a bfloat16 run",
+        NORM,
+        _narrow,
+        cases=("P6",),
+        beyond="over so few features it adds no more than the rounding of the result, which a right port has too",
+    ),
 )

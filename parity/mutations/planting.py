@@ -42,6 +42,10 @@ class Kind:
     """Name of the pair it is planted in."""
     shows: Callable[[str], tuple[str, ...]] = lambda place: (place,)
     """Names that locate the fault at this place. Besides the place itself only where the fault cannot show there."""
+    rungs: tuple[str, ...] = ()
+    """For a fault outside every module: rungs about nothing but the part of the pair it is in. They locate it."""
+    beyond: str = ""
+    """Why the harness cannot be expected to see it. Such a kind is planted and shown, and not counted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,6 +174,10 @@ def in_method(
     return in_modules(name, description, wanted, lambda module: override(module, method, make), **fields)
 
 
+RUNGS = {"loss": "loss", "clip": "clipping", "optimizer": "optimizer", "schedule": "schedule", "decode": "decoding"}
+"""The rung that is about a part of the pair."""
+
+
 def in_side(name: str, description: str, field: str, change: Callable[[Any], Any], **fields: Any) -> Kind:
     """A kind that changes one function the port's side brings along; its place is that function's name."""
 
@@ -179,6 +187,7 @@ def in_side(name: str, description: str, field: str, change: Callable[[Any], Any
     def plant(pair: Pair, place: str) -> Pair:
         return with_side(pair, **{place: change(getattr(pair.port, place))})
 
+    fields = {"rungs": (RUNGS[field],) if field in RUNGS else ()} | fields
     return Kind(name=name, description=description, places=places, plant=plant, **fields)
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from parity.mutations.planting import Kind, Method, class_is, in_method, in_side
 
 DECODER_LAYER = class_is("DecoderLayer")
-TRANSFORMER = class_is("Transformer")
+DECODED_LEN = 12
+"""Positions that the pair's decoder has room for; no batch is as long."""
 DECODING = "decode"
 """A decoder is judged by the ids it gives: no module of it is named, the part of the pair is."""
 
@@ -58,21 +59,8 @@ def _sees_padding(original: Method) -> Method:
 
 
 def _position_late(original: Method) -> Method:
-    """The embedding of a token stands one position too far."""
-
-    def decode_step(self: Any, ids: Any, caches: Any, *, position: Any, **kwargs: Any) -> Any:
-        positions = self.tgt_positions
-        table = positions(caches[0].own.key.shape[2] + 1)
-        row = jax.lax.dynamic_slice_in_dim(table, position + 1, 1) - jax.lax.dynamic_slice_in_dim(table, position, 1)
-        embedding, cls = self.tgt_embedding, type(self.tgt_embedding)
-        shifted = type(cls.__name__, (cls,), {"__call__": lambda module, ids: cls.__call__(module, ids) + row})
-        embedding.__class__ = shifted
-        try:
-            return original(self, ids, caches, position=position, **kwargs)
-        finally:
-            embedding.__class__ = cls
-
-    return decode_step
+    """In decoding, whose length is fixed, a token stands one position too far."""
+    return lambda self, length: original(self, length + 1)[1:] if length == DECODED_LEN else original(self, length)
 
 
 def _only_eager(original: Method) -> Method:
@@ -102,7 +90,7 @@ def _of_neighbours(original: Method) -> Method:
 
 
 def _step(name: str, description: str, make: Callable[[Method], Method]) -> Kind:
-    return in_method(name, description, DECODER_LAYER, make, method="step", shows=lambda place: (place, DECODING))
+    return in_method(name, description, DECODER_LAYER, make, method="step", rungs=("decoding",))
 
 
 NORM = class_is("LayerNorm")
@@ -118,10 +106,9 @@ KINDS: tuple[Kind, ...] = (
     in_method(
         "decoding position late",
         "the first token stands at position 1",
-        TRANSFORMER,
+        lambda path, module: class_is("Positions")(path, module) and path.startswith("tgt"),
         _position_late,
-        method="decode_step",
-        shows=lambda place: (DECODING,),
+        rungs=("decoding",),
     ),
     in_method("wrong without jit", "a branch on whether values are known", NORM, _only_eager),
     in_method("wrong unless watched", "another program when nobody looks", NORM, _only_unwatched, cases=("P24",)),

@@ -46,7 +46,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     "norm applied twice": ("norm extra",),
     "norm before, not after": ("norm order",),
     "norm after, not before": ("norm order",),
-    "sublayers in the other order": ("layer order",),
+    "sublayers in the other order": (
+        "layer order",
+        "sublayer order",
+    ),
     "layer left out": ("layer skipped",),
     "memory of another layer": ("wrong memory",),
     "no gradient to the encoder": (
@@ -80,6 +83,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "logits scaled by √d_model": (
         "scale between modules",
         "embedding scale doubled",
+        "logits scale",
     ),
     "tied table without the projection's gradient": ("tied gradient counted once",),
     "sinusoids concatenated": ("positions layout",),
@@ -99,10 +103,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     "rows of a weight moved on": (
         "shifted by one",
         "ids shifted",
+        "features in another order",
     ),
     "weight rounded to float16": (
         "low precision product",
         "bfloat16 inside",
+        "rule without an inverse",
     ),
     "queries and keys exchanged": (
         "q/k/v permuted",
@@ -170,7 +176,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "loss summed": ("loss reduction",),
     "mean of sentences' means": ("loss reduction",),
-    "mean of devices' means": ("loss reduction",),
+    "mean of devices' means": (
+        "loss reduction",
+        "loss averaged per device",
+    ),
     "targets shifted": ("targets shifted",),
     "loss in bfloat16": (
         "bfloat16 inside",
@@ -197,7 +206,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "Adam's state lost": ("step changes nothing",),
     "update scaled": ("optimizer learning rate",),
-    "parameter never updated": ("step changes nothing",),
+    "parameter never updated": (
+        "step changes nothing",
+        "parameter not updated",
+    ),
     "first step of rate 0": ("learning-rate step",),
     "first step repeated": ("learning-rate step",),
     "rate one step early": ("learning-rate step",),
@@ -231,11 +243,25 @@ NAMES: dict[str, tuple[str, ...]] = {
     "rotary base": ("rotary base",),
     "shared heads tiled": ("key/value heads repeated",),
     "RMS norm eps": ("norm eps",),
-    "fused projections in another order": ("q/k/v permuted",),
-    "fused projections head by head": ("heads split in the other order",),
-    "parameter never updated by the trainer": ("step changes nothing",),
+    "fused projections in another order": (
+        "q/k/v permuted",
+        "fused q/k/v layout",
+    ),
+    "fused projections head by head": (
+        "heads split in the other order",
+        "fused q/k/v layout",
+    ),
+    "parameter never updated by the trainer": (
+        "step changes nothing",
+        "parameter not updated",
+    ),
     "update lost": ("step changes nothing",),
     "initial scale by √2": ("initialisation scale",),
     "initial values normal": ("initialisation distribution",),
     "initial bias drawn": ("initialisation constant",),
+    "dropout mask inverted": ("dropout mask inverted",),
+    "dropout key not folded": ("dropout mask repeated",),
+    "gate and value exchanged": ("gate and value exchanged",),
+    "wrong without jit": ("eager differs from jit",),
+    "wrong unless watched": ("watching changes the values",),
 }

@@ -35,6 +35,9 @@ class Outcome:
     seed: int
     workers: int
     planted: Sequence[Planted]
+    """Without those beyond the harness."""
+    beyond: Sequence[Planted]
+    """Of kinds that it cannot be expected to see; see `Kind.beyond`."""
     mutants: Sequence[Mutant]
     unreached: Sequence[Mutation]
     """Mutations of code that no variant executes."""
@@ -123,6 +126,7 @@ class Outcome:
                 **{library: version(library) for library in LIBRARIES},
             },
             "plantings": [dataclasses.asdict(planted) for planted in self.planted],
+            "beyond": [dataclasses.asdict(planted) for planted in self.beyond],
             "mutants": [dataclasses.asdict(mutant) for mutant in self.mutants],
             "unreached": [str(mutation) for mutation in self.unreached],
             "clean_pairs": [dataclasses.asdict(clean) for clean in self.clean],
@@ -164,6 +168,11 @@ def to_markdown(outcome: dict[str, Any]) -> str:
     lines += ["", LEGEND, "", "| Fault | What the port does | Case | First | Middle | Last | Rung |", "|" + "---|" * 7]
     for name, cases, marks, rungs in rows(planted):
         lines.append(f"| {name} | {_cell(descriptions[name])} | {cases} | {' | '.join(marks)} | {rungs} |")
+    lines += ["", "| Planted and not counted | Place | Detected | Why |", "|---|---|---|---|"]
+    reasons = {kind.name: kind.beyond for kind in KINDS}
+    for beyond in outcome["beyond"]:
+        detected = "yes" if beyond["detected"] else "no"
+        lines.append(f"| {beyond['kind']} | {beyond['place']} | {detected} | {reasons[beyond['kind']]} |")
     survivors = [mutant for mutant in outcome["mutants"] if not mutant["detected"]]
     lines += ["", "| Blind mutation that survived | Change | Why |", "|---|---|---|"]
     for mutant in survivors:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from parity.mutations import KINDS
 from parity.selftest.outcome import LEGEND, PLACES, Outcome, rows
 
 EVERY = 60.0
@@ -43,6 +44,11 @@ def show(outcome: Outcome, *, console: Console) -> None:
     for name, cases, marks, rungs in rows(outcome.planted):
         matrix.add_row(name, cases, *marks, rungs)
     console.print(matrix)
+    for beyond in outcome.beyond:
+        reason = next(kind.beyond for kind in KINDS if kind.name == beyond.kind)
+        seen = "detected" if beyond.detected else "not detected"
+        line = f"Planted and not counted: {beyond.kind} at {beyond.place}, {seen}: {reason}"
+        console.print(line, highlight=False, markup=False)
     _survivors(outcome, console)
     for clean in outcome.clean:
         for failure in () if clean.passed else clean.failures:

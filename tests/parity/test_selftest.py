@@ -155,6 +155,7 @@ def result(**changes: Any) -> outcome.Outcome:
         "seed": 0,
         "workers": 2,
         "planted": faults,
+        "beyond": [dataclasses.replace(fault, kind="softmax in bfloat16", detected=False)],
         "mutants": [mutant] * outcome.BLIND_GOAL,
         "unreached": [MUTATION],
         "candidates": 900,
@@ -200,10 +201,12 @@ def test_json_table_and_markdown() -> None:
     text = outcome.to_markdown(values)
     assert all(f"| {kind.name} |" in text for kind in KINDS)
     assert "it is the same" in text
+    assert "| softmax in bfloat16 | a.norm | no | over so few keys" in text
     out = StringIO()
     terminal.show(found, console=Console(file=out, width=160))
     assert "norm eps" in out.getvalue()
     assert "code that no check executes" in out.getvalue()
+    assert "not counted: softmax in bfloat16" in out.getvalue()
 
 
 def test_no_worker_is_an_error() -> None:
