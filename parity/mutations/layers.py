@@ -182,10 +182,16 @@ KINDS: tuple[Kind, ...] = (
         "the memory is cut off",
         class_is("DecoderLayer"),
         _no_gradient_to_memory,
-        # A gradient is missing on the other side of the cut.
-        shows=lambda place: (f"{place}.cross_attn", "encoder"),
+        # The gradient is missing on the other side of the cut: in what the encoder does last.
+        shows=lambda place: (f"{place}.cross_attn", "encoder", "encoder.layers.1.norm2"),
     ),
-    _feed("gradient doubled", "the backward pass counts it twice", _doubled_gradient),
+    _feed(
+        "gradient doubled",
+        "the backward pass counts it twice",
+        _doubled_gradient,
+        # The module has no parameters of its own: the last of its parts gets the wrong gradient first.
+        shows=lambda place: (place, f"{place}.linear2"),
+    ),
     _feed("gelu by tanh", "the approximation for erf", _activated(jax.nn.gelu), cases=("P2",)),
     _feed("relu for gelu", "another activation", _activated(jax.nn.relu)),
     _feed("silu for gelu", "another activation", _activated(jax.nn.silu)),

@@ -55,13 +55,12 @@ def measure(*, quick: bool, seed: int, workers: int, console: "Console") -> "Out
     from parity.selftest.terminal import progressing
 
     started = time.perf_counter()
-    with progressing(console, "Known faults", len(planted.kinds_to_plant(quick))) as advance:
+    with progressing(console, "Known faults", len(planted.kinds_to_plant(quick=quick, seed=seed))) as advance:
         faults = planted.plant(
             quick=quick,
+            seed=seed,
             workers=workers,
-            progress=lambda p: advance(
-                p.located and p.named, f"{p.kind} at {p.place}: {p.rung}, {p.module}, {p.diagnosis}"
-            ),
+            progress=lambda p: advance(p.as_wanted, str(p)),
         )
     survey = blind.survey(workers=workers)
     reached, unreached = blind.candidates(survey)

@@ -4,8 +4,9 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-from parity.locate import MODEL, Location
+from parity.locate import Location
 from parity.mutations import KINDS, Kind, plantings
+from parity.mutations.layers import THE_MODEL
 from parity.selftest import pool
 from parity.selftest.bases import base_pair
 from parity.selftest.names import NAMES
@@ -13,6 +14,9 @@ from parity.selftest.names import NAMES
 CPU_SECONDS = 300
 """Limit of one planting; a check takes 2 to 40."""
 PER_PROCESS = 12
+LAST = 2
+QUICK_SHARE = 3
+"""A quick run plants every so manyth kind."""
 
 EVERY_MODULE_EQUAL = "every module is equal, its loss not"
 """What the harness says of a model whose loss alone differs: that names the loss."""
@@ -58,20 +62,28 @@ class Planted:
 class _Item:
     kind: str
     number: int
+    alone: bool = False
+    """Planted at no other place."""
 
 
-def kinds_to_plant(quick: bool) -> list[_Item]:
-    """Every kind at its first, middle and last place; if `quick`, at one of the three, in turn."""
-    numbers = [[i % 3] if quick else [0, 1, 2] for i in range(len(KINDS))]
+def kinds_to_plant(*, quick: bool, seed: int = 0) -> list[_Item]:
+    """Every kind at its first, middle and last place; if `quick`, every third kind at one place, by the seed."""
+    if quick:
+        chosen = range(seed % QUICK_SHARE, len(KINDS), QUICK_SHARE)
+        items = [(i, 0 if (i // QUICK_SHARE + seed) % 2 else LAST) for i in chosen]
+    else:
+        items = [(i, number) for i in range(len(KINDS)) for number in (0, 1, LAST)]
     # By base, so that a process builds few of them.
-    order = sorted(range(len(KINDS)), key=lambda i: KINDS[i].base)
-    return [_Item(kind=KINDS[i].name, number=number) for i in order for number in numbers[i]]
+    items.sort(key=lambda item: KINDS[item[0]].base)
+    return [_Item(kind=KINDS[i].name, number=number, alone=quick) for i, number in items]
 
 
-def plant(*, quick: bool, workers: int, progress: Callable[[Planted], None] = lambda planted: None) -> list[Planted]:
+def plant(
+    *, quick: bool, seed: int, workers: int, progress: Callable[[Planted], None] = lambda planted: None
+) -> list[Planted]:
     """Plants every kind. A kind that fits in fewer than three places is planted in those."""
     results: list[Planted] = []
-    items = kinds_to_plant(quick)
+    items = kinds_to_plant(quick=quick, seed=seed)
     for ended in pool.run(check_one, items, workers=workers, per_process=PER_PROCESS, cpu_seconds=CPU_SECONDS):
         if ended.how == "done":
             found = ended.value
@@ -92,10 +104,10 @@ def check_one(item: _Item) -> Planted | None:
     kind = kind_named(item.kind)
     base = base_pair(kind.base)
     every = plantings(kind, base)
-    # With one place the first, with two the first and the last.
-    numbers = {1: [0], 2: [0, 2], 3: [0, 1, 2]}[len(every)]
-    number = item.number if item.number in numbers else None
-    if number is None:
+    # With one place it is the first, or the last where only the last was asked for; with two, first and last.
+    numbers = {1: [item.number if item.alone else 0], 2: [0, LAST], 3: [0, 1, LAST]}[len(every)]
+    number = item.number
+    if number not in numbers:
         return None
     planting = every[numbers.index(number)]
     started = time.perf_counter()
@@ -126,7 +138,7 @@ def kind_named(name: str) -> Kind:
 
 def place_named(first: Location) -> str:
     """The name that a report gives to the first difference."""
-    return "loss" if first.module == MODEL and EVERY_MODULE_EQUAL in first.explanation else first.module
+    return "loss" if first.module == THE_MODEL and EVERY_MODULE_EQUAL in first.explanation else first.module
 
 
 def locates(found: str, shows: Sequence[str]) -> bool:
