@@ -131,6 +131,19 @@ class TorchRunner:
             output = self.side.call(module, arrays)
         return {OUTPUT + suffix: to_numpy(tensor) for suffix, tensor in leaves(output, is_floating)}
 
+    def gradients(self, inputs: Inputs, *, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Of every trained parameter, in float64 and evaluation mode, not watched: for whoever has hooks of his own."""
+        module = self.module("float64")
+        load_reference(module, weights, precision="float64")
+        arrays = tensors_of(inputs, "float64", device=device_of(module))
+        with _settings(module, seed=0, training=False):
+            output = self.side.call(module, arrays)
+            results = {OUTPUT + suffix: tensor for suffix, tensor in leaves(output, is_floating)}
+            loss = self._loss(output, results, arrays, None)
+            if loss.requires_grad:
+                loss.backward()
+        return _gradients_of(module)
+
     def has_fast_path(self) -> bool:
         """Whether torch's encoder is among its modules, whose fast path changes what padded positions hold (P18)."""
         kinds = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)

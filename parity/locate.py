@@ -15,6 +15,8 @@ from parity.compare import Comparison, relative_error
 from parity.diagnose import CaseBuilder
 from parity.diagnose.by_rung import MODEL, diagnose
 from parity.diagnose.case import Case
+from parity.diagnose.diagnosis import Diagnosis
+from parity.diagnose.gradients import BACKWARD_KINDS
 from parity.diagnose.updates import departures
 from parity.follow import follow, local_differences
 from parity.pair import Inputs
@@ -79,7 +81,19 @@ def locate(runs: Runs, failed: Rung | None) -> tuple[Location | None, Any]:
     found = _found(runs, failed)
     if found is None:
         return None, None
-    return found.location, diagnose(runs, failed, found.location.module, found.case, called=found.called)
+    diagnosis = diagnose(runs, failed, found.location.module, found.case, called=found.called)
+    return _refined(found.location, diagnosis, runs), diagnosis
+
+
+def _refined(location: Location, diagnosis: Diagnosis | None, runs: Runs) -> Location:
+    """Where the backward pass alone is at fault, the diagnosis knows the place; the location, a parameter near it."""
+    parameter = location.module.partition(" (batch")[0]
+    if diagnosis is None or diagnosis.module not in runs.reference_facts or parameter not in runs.port_weights:
+        return location
+    if diagnosis.kind not in BACKWARD_KINDS:
+        return location
+    explanation = f"{location.explanation}; the nearest to the loss is {parameter}'s"
+    return dataclasses.replace(location, module=diagnosis.module, explanation=explanation)
 
 
 def _found(runs: Runs, failed: Rung) -> Found | None:
@@ -93,11 +107,26 @@ def _found(runs: Runs, failed: Rung) -> Found | None:
         return Found(location=_beyond_outputs(runs, failed, runs.reference("float64")))
     if failed.name == "adversarial":
         return _adversarial(runs, failed)
+    if failed.name == "initialisation":
+        return _initial(runs, failed)
     if failed.name == "dropout":
         found = _in_training(runs, failed)
         if found is not None:
             return found
     return _worst(failed)
+
+
+def _initial(runs: Runs, failed: Rung) -> Found | None:
+    """The parameter; and its module's value where that differs too, which says more: a scale taken for a bias."""
+    found = _worst(failed)
+    if found is None:
+        return None
+    path = found.location.module.rpartition(".")[0]
+    reference, port = runs.reference("float64"), runs.port("float64")
+    value = follow_and_hand(runs, reference, port, runs.batches[0], bounds=runs.float64_bounds(0))
+    if value is None or value.location.module != runs.derived.modules.get(path, path):
+        return found
+    return dataclasses.replace(found, case=value.case)
 
 
 def _in_training(runs: Runs, failed: Rung) -> Found | None:

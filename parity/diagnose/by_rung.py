@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from parity.diagnose.backward import explain_backward
 from parity.diagnose.between import not_called
 from parity.diagnose.case import Case
 from parity.diagnose.clipping import explain_clipping
@@ -13,7 +14,7 @@ from parity.diagnose.decoding import explain_decoding
 from parity.diagnose.diagnosis import Diagnosis
 from parity.diagnose.dropout import explain_dropout
 from parity.diagnose.environment import explain_buffers, explain_modes, explain_preflight, explain_weights
-from parity.diagnose.gradients import explain_gradients
+from parity.diagnose.gradients import BACKWARD, REVERSED, SCALED, STOPPED, explain_gradients
 from parity.diagnose.initial import explain_initialisation
 from parity.diagnose.loss import explain_loss
 from parity.diagnose.narrow import explain_half_width, explain_narrow
@@ -55,8 +56,9 @@ def diagnose(runs: Runs, failed: Rung, place: str, case: Case | None, *, called:
     if not called:
         facts = runs.reference_facts.get(place)
         return not_called(place, facts.type if facts else "")
-    if case is not None:
-        return diagnose_case(case, (*runs.pair.suspects, *REGISTRY))
+    found = None if case is None else diagnose_case(case, (*runs.pair.suspects, *REGISTRY))
+    if case is not None and (found is not None or failed.name != "initialisation"):
+        return found
     return _without_case(runs, failed, place)
 
 
@@ -162,4 +164,8 @@ def _gradients(runs: Runs, failed: Rung, nearest: str) -> Diagnosis | None:
         reference, port = runs.reference("float64", batch), runs.port("float64", batch)
     answer, got = runs.gradients_in_port_layout(reference), port.gradients
     names = [name for name in dict.fromkeys(names) if name in answer]
-    return explain_gradients(names, answer, got, inputs, nearest=re.sub(r" \(batch \d+\)$", "", nearest))
+    name = re.sub(r" \(batch \d+\)$", "", nearest)
+    simple = explain_gradients(names, answer, got, inputs, nearest=name)
+    if simple is not None and simple.kind not in (STOPPED, SCALED, REVERSED, BACKWARD):
+        return simple
+    return explain_backward(runs, names, got, reference, inputs, nearest=name) or simple

@@ -32,7 +32,7 @@ FEW = 4
 MOST = 6000
 """Formulas evaluated at most, on either side."""
 SECONDS = 30.0
-"""And no longer than this: those of a large model take milliseconds each."""
+"""And no longer than this, in seconds of CPU: those of a large model take milliseconds each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ class _Search:
         between = distance(self.got, self.expected)
         self.match = min(FLOAT32_MATCH if narrow else MATCH, max(between / CLEARER, ROUNDING))
         self._errors: dict[Setting, tuple[float, float]] = {}
-        self._end = time.monotonic() + SECONDS
+        self._end = time.process_time() + SECONDS
 
     def of_reference(self, unusual: int) -> list[Setting]:
         """Settings that give the reference's result: the most usual ones, and those with one free option more."""
@@ -199,7 +199,7 @@ class _Search:
 
     def _error(self, setting: Setting) -> tuple[float, float]:
         """(from the reference's result, from the port's)."""
-        if setting not in self._errors and time.monotonic() > self._end:
+        if setting not in self._errors and time.process_time() > self._end:
             return float("inf"), float("inf")
         if setting not in self._errors:
             values = {f.name: f.options[i].value for f, i in zip(self.factors, setting, strict=True)}

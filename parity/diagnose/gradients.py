@@ -16,6 +16,9 @@ TIED = kind("tied gradient counted once", "of two uses of one tensor only one co
 PARTIAL = kind("gradient partly stopped", "part of a parameter gets no gradient")
 BACKWARD = kind("backward pass", "outputs are equal, gradients are not, and no simpler name fits")
 
+BACKWARD_KINDS = frozenset({STOPPED, SCALED, REVERSED})
+"""What happens at one place of the backward pass."""
+
 Tensors = Mapping[str, np.ndarray]
 
 

@@ -232,12 +232,45 @@ def test_a_gradient_alone_is_located_at_the_parameter_nearest_to_the_loss() -> N
     wrong = pair(lambda model: reclass(model.blocks[1].up, __call__=stopped))
     report = ladder.check(wrong, rungs=("weights", "forward", "gradients"))
     assert report.first_difference is not None
-    assert report.first_difference.module in ("blocks.1.up.kernel", "blocks.1.up.bias")
+    assert report.first_difference.module == "blocks.1.up"
     assert "outputs are equal" in report.first_difference.explanation
+    assert "blocks.1.up." in report.first_difference.explanation, "a parameter of it is the nearest to the loss"
     assert report.diagnosis is not None
     assert report.diagnosis.kind == "gradient stopped"
     marked = [node.path for node in report.tree if node.status == "first difference"]
     assert marked == ["blocks.1.up"]
+
+
+def test_a_gradient_that_is_cut_in_two_places_or_scaled_is_located_by_cutting_the_references() -> None:
+    @jax.custom_vjp
+    def doubled(x: jax.Array) -> jax.Array:
+        return x
+
+    doubled.defvjp(lambda x: (x, None), lambda _, g: (2.0 * g,))
+
+    def cut(self: Any, x: jax.Array, keep: jax.Array) -> jax.Array:
+        return x + jax.lax.stop_gradient(self.inner(x)) * keep[..., None]
+
+    def scaled(self: Any, x: jax.Array, keep: jax.Array) -> jax.Array:
+        return Block.__call__(self, doubled(x), keep)
+
+    def both(model: Model) -> None:
+        reclass(model.blocks[0], __call__=cut)
+        reclass(model.blocks[2], __call__=cut)
+
+    core = ("weights", "forward", "gradients")
+    report = ladder.check(pair(both), rungs=core)
+    assert report.first_difference is not None
+    assert report.first_difference.module == "blocks.2.down"
+    assert report.diagnosis is not None
+    assert report.diagnosis.kind == "gradient stopped"
+    assert "what blocks.2.down returns, and through what blocks.0.down returns" in report.diagnosis.sentence
+    report = ladder.check(pair(lambda model: reclass(model.blocks[1], __call__=scaled)), rungs=core)
+    assert report.first_difference is not None
+    assert report.first_difference.module in ("blocks.1", "blocks.0"), "what one returns, the other is given"
+    assert report.diagnosis is not None
+    assert report.diagnosis.kind == "gradient scaled"
+    assert "2 times" in report.diagnosis.sentence
 
 
 def test_a_low_precision_in_float32_alone_is_located() -> None:

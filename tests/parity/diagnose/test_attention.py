@@ -35,6 +35,8 @@ class Fault:
     scale: float = HEAD_DIM**-0.5
     mask: Callable[[np.ndarray], np.ndarray] = lambda allowed: allowed
     fill: float = -np.inf
+    zeroed: bool = False
+    """After the softmax."""
     axis: int = -1
     parts: str = "qkv"
     split: Callable[[np.ndarray], np.ndarray] = split
@@ -46,7 +48,8 @@ def attend(fault: Fault, allowed: np.ndarray) -> np.ndarray:
     q, k, v = (fault.split(named[part]) for part in fault.parts)
     scores = np.where(fault.mask(allowed), q @ k.swapaxes(-1, -2) * fault.scale, fault.fill)
     weights = np.exp(scores - scores.max(fault.axis, keepdims=True))
-    return fault.merge(weights / weights.sum(fault.axis, keepdims=True) @ v)
+    weights = weights / weights.sum(fault.axis, keepdims=True)
+    return fault.merge(np.where(allowed | ~np.array(fault.zeroed), weights, 0.0) @ v)
 
 
 def case(got: np.ndarray, allowed: np.ndarray, **changes: Any) -> Case:
@@ -66,6 +69,7 @@ FAULTS = {
     "no mask": (Fault(mask=np.ones_like), "mask missing"),
     "queries": (Fault(mask=lambda a: a.swapaxes(-1, -2), fill=-1e9), "padding mask on queries"),
     "fill": (Fault(fill=-10.0), "mask fill"),
+    "fill, then zero": (Fault(fill=-5.0, zeroed=True), "mask fill"),
     "over queries": (Fault(axis=-2, fill=-1e9), "softmax axis"),
     "k and v": (Fault(parts="qvk"), "q/k/v permuted"),
     "k twice": (Fault(parts="qkk"), "projection used twice"),

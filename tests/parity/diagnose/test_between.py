@@ -1,5 +1,6 @@
 """What a module's own code does between its submodules, and what can be said of any value."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -52,6 +53,37 @@ def test_norm_before_instead_of_after() -> None:
     assert diagnosis.kind == "norm order"
     assert diagnosis.sentence == "What layer gives to attn is norm1 in the port, its input in the reference"
     assert diagnosis.fix == "give attn its input"
+
+
+def test_norm_twice_and_sublayers_in_the_other_order() -> None:
+    types = {"layer.norm1": "LayerNorm", "layer.norm2": "LayerNorm"}
+    inside = {"layer.attn": ATTENDED, "layer.norm1": NORMED}
+    later = {"layer.norm1#2": OTHER}
+    twice = found(NORMED, OTHER, given=(X,), inside=inside, later=later, inside_types=types, child="layer.ff")
+    assert twice.kind == "norm applied twice"
+    # The port calls the other sublayer first: its norm is given that one's output, not what the layer is given.
+    options = {"later": {"layer.norm2": NORMED}, "afterwards": {"layer.norm2": OTHER}, "inside_types": types}
+    assert found(X, NORMED, given=(X,), child="layer.attn", **options).kind == "sublayer order"
+
+
+def test_a_layer_that_returns_what_it_is_given() -> None:
+    diagnosis = found(NORMED, X, given=(X,), inside={"layer.norm2": NORMED}, inside_types={"layer.norm2": "LayerNorm"})
+    assert diagnosis.kind == "layer skipped"
+
+
+def test_dropout_in_evaluation_is_seen_by_what_it_leaves() -> None:
+    kept = RNG.random(SHAPE) > 0.1
+    diagnosis = found(
+        X + ATTENDED, X + ATTENDED * kept / 0.9, given=(X,), inside={"layer.attn": ATTENDED}, child="layer.n"
+    )
+    assert diagnosis.kind == "dropout off"
+
+
+def test_what_is_made_of_a_value_does_not_explain_it() -> None:
+    """The port's own copy of the value, handed on to a later module, is no source of it."""
+    noise = X + ATTENDED + 1e-3 * OTHER
+    case = Case(module="layer", child="layer.norm", expected=X + ATTENDED, got=noise, given=(X,))
+    assert diagnose_case(dataclasses.replace(case, inside={"layer.attn": (ATTENDED, ATTENDED)})) is None
 
 
 def test_wrong_memory() -> None:
@@ -162,6 +194,7 @@ def test_no_sum_is_found_among_too_few_elements() -> None:
         ("another shape", OTHER[:, :4]),
         ("scale between modules", 3.3 * OTHER),
         ("float32 inside", OTHER.astype(np.float32).astype(np.float64)),
+        ("float32 inside", OTHER * (1 + 5e-8 * RNG.normal(size=SHAPE))),
     ],
 )
 def test_what_can_be_said_of_any_value(kind: str, got: np.ndarray) -> None:

@@ -16,6 +16,9 @@ X = RNG.normal(size=(BATCH, LENGTH, WIDTH))
 SCALE, BIAS = 1 + 0.3 * RNG.normal(size=WIDTH), 0.2 * RNG.normal(size=WIDTH)
 
 
+OTHER_SCALE, OTHER_BIAS = 1 + 0.3 * RNG.normal(size=WIDTH), 0.2 * RNG.normal(size=WIDTH)
+
+
 def found(case: Case) -> Diagnosis:
     diagnosis = diagnose_case(case)
     assert diagnosis is not None, f"{case.where} is not explained"
@@ -55,6 +58,7 @@ NORMS: dict[str, tuple[str, np.ndarray]] = {
     "exchanged": ("norm scale or bias", layer_norm(scale=BIAS, bias=SCALE)),
     "1 + scale": ("norm scale offset", layer_norm(scale=1 + SCALE)),
     "left out": ("norm missing", X),
+    "another norm's": ("weights of another module", layer_norm(scale=OTHER_SCALE, bias=OTHER_BIAS)),
 }
 
 
@@ -62,8 +66,15 @@ NORMS: dict[str, tuple[str, np.ndarray]] = {
 def test_layer_norm(fault: str) -> None:
     kind, got = NORMS[fault]
     expected = F.layer_norm(tensor(X), (WIDTH,), tensor(SCALE), tensor(BIAS), eps=1e-5).numpy()
-    weights = {"scale": SCALE, "bias": BIAS}
-    assert found(Case(module="a.norm1", expected=expected, got=got, given=(X,), weights=weights)).kind == kind
+    case = Case(
+        module="a.norm1",
+        expected=expected,
+        got=got,
+        given=(X,),
+        weights={"scale": SCALE, "bias": BIAS},
+        other_weights={"a.norm2.scale": OTHER_SCALE, "a.norm2.bias": OTHER_BIAS},
+    )
+    assert found(case).kind == kind
 
 
 def test_the_fix_names_the_references_eps() -> None:
@@ -105,6 +116,12 @@ KERNEL, OTHER = RNG.normal(size=(2, WIDTH, WIDTH))
 OFFSET, OTHER_OFFSET = RNG.normal(size=(2, WIDTH))
 HEADS_FIRST = np.arange(WIDTH).reshape(2, 3).T.ravel()
 
+
+def eleven_bits(x: np.ndarray) -> np.ndarray:
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.round(mantissa * 2**11) / 2**11, exponent)
+
+
 LINEARS: dict[str, tuple[str, np.ndarray]] = {
     "transposed": ("kernel transposed", X @ KERNEL.T + OFFSET),
     "reshaped": ("kernel transposed", X @ KERNEL.T.reshape(KERNEL.shape) + OFFSET),
@@ -114,6 +131,8 @@ LINEARS: dict[str, tuple[str, np.ndarray]] = {
     "the key's bias": ("bias of another module", X @ KERNEL + OTHER_OFFSET),
     "scaled": ("weights scaled", 0.7 * (X @ KERNEL) + OFFSET),
     "heads": ("heads split in the other order", (X @ KERNEL + OFFSET)[..., HEADS_FIRST]),
+    "rows moved on": ("features in another order", X @ np.roll(KERNEL, 1, axis=0) + OFFSET),
+    "TF32": ("low precision product", eleven_bits(X) @ eleven_bits(KERNEL) + OFFSET),
 }
 
 

@@ -168,6 +168,14 @@ def test_l2_inside_the_gradient_is_not_decoupled_decay() -> None:
     assert found.kind == "weight decay placement"
 
 
+def test_an_optimizer_that_leaves_a_parameter_out() -> None:
+    still = [np.zeros(12)] * 4
+    evidence = {"gradients": STEPS, "weights": START, "reference": REFERENCE, "port": still, "parameter": "norm.bias"}
+    found = explain_optimizer(evidence)
+    assert found is not None
+    assert (found.kind, found.module) == ("parameter not updated", "norm.bias")
+
+
 GRADIENTS = {"a": 3 * RNG.normal(size=(4, 3)), "b": RNG.normal(size=7)}
 NORM = math.sqrt(sum((g**2).sum() for g in GRADIENTS.values()))
 
@@ -323,6 +331,20 @@ def test_running_statistics_and_steps_that_change_nothing() -> None:
     found = explain_statistics(old, old + 0.1 * (batch - old), old)
     assert found is not None
     assert found.kind == "running statistics not updated"
+    evidence = {
+        "unchanged": {"reference": [], "port": []},
+        "still": ["b"],
+        "distances": {"a": [0.0, 1e-3], "b": [1e-2, 2e-2]},
+        "bounds": {"a": [1e-10, 1e-10], "b": [1e-10, 1e-10]},
+        "first": 1,
+        "departure": "jump",
+    }
+    found = explain_trajectory(evidence)
+    assert found is not None
+    assert (found.kind, found.module) == ("parameter not updated", "b")
+    found = explain_trajectory({**evidence, "still": []})
+    assert found is not None
+    assert (found.kind, found.module) == ("first step differs", "b")
     found = explain_trajectory({"unchanged": {"reference": [], "port": [1, 2]}, "first": 1, "departure": "jump"})
     assert found is not None
     assert found.kind == "step changes nothing"
