@@ -1,5 +1,6 @@
-"""Runs with changed source: a file of a package is replaced when it is imported. And which lines a run executes."""
+"""Runs with changed source: a file of a package is replaced when it is imported. And which of it a run executes."""
 
+import dis
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -7,7 +8,9 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+LOAD_CONST = dis.opmap["LOAD_CONST"]
 
 
 class _Changed(importlib.abc.Loader):
@@ -53,12 +56,27 @@ def install(package: str, file: str, source: str) -> None:
     sys.meta_path.insert(0, _Finder(name, source, str(files_of(package)[file])))
 
 
-class Lines:
-    """Which lines of some files a run executes. Slows down only functions of these files."""
+class Place(NamedTuple):
+    """Where an instruction comes from: a stretch of source, columns in bytes."""
+
+    line: int
+    column: int
+    last: int
+    last_column: int
+    constant: bool
+    """Whether it only loads a constant, which may be folded out of several: `-1`, `(0, 1)`."""
+
+
+class Executed:
+    """Which stretches of source of some files a run executes. Slows down only functions of these files.
+
+    By instruction, not by line: of `a if x else b` only one branch is executed.
+    """
 
     def __init__(self, files: Mapping[str, Path]):
         self._names = {str(path): name for name, path in files.items()}
-        self.executed: set[tuple[str, int]] = set()
+        self._places: dict[types.CodeType, list[Place | None]] = {}
+        self.places: dict[str, set[Place]] = {name: set() for name in files}
 
     def during(self, run: Callable[[], Any]) -> Any:
         """What `run` returns."""
@@ -73,18 +91,44 @@ class Lines:
         name = self._names.get(frame.f_code.co_filename)
         if name is None:
             return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        places, executed = self._of(frame.f_code), self.places[name]
 
-        def line(frame: types.FrameType, event: str, argument: Any) -> Any:
-            self.executed.add((name, frame.f_lineno))
-            return line
+        def instruction(frame: types.FrameType, event: str, argument: Any) -> Any:
+            if event == "opcode":
+                place = places[frame.f_lasti // 2]
+                if place is not None:
+                    executed.add(place)
+            return instruction
 
-        self.executed.add((name, frame.f_lineno))
-        return line
+        return instruction
+
+    def _of(self, code: types.CodeType) -> list[Place | None]:
+        if code not in self._places:
+            constants = code.co_code[::2]
+            self._places[code] = [
+                None
+                if None in position
+                else Place(position[0], position[2], position[1], position[3], opcode == LOAD_CONST)  # type: ignore[arg-type]
+                for position, opcode in zip(code.co_positions(), constants, strict=True)
+            ]
+        return self._places[code]
 
 
-def variants_executing(
-    file: str, lines: Iterable[int], executed: Mapping[str, frozenset[tuple[str, int]]]
-) -> Sequence[str]:
-    """Those of the runs, by name, that execute one of these lines."""
-    wanted = {(file, line) for line in lines}
-    return [name for name, found in executed.items() if wanted & found]
+def reaches(places: Mapping[int, Sequence[Place]], stretch: Place) -> bool:
+    """Whether one of these places, by line, lies within a stretch of source, or is a constant that it is part of."""
+    start, end = (stretch.line, stretch.column), (stretch.last, stretch.last_column)
+    for line in range(stretch.line, stretch.last + 1):
+        for place in places.get(line, ()):
+            first, last = (place.line, place.column), (place.last, place.last_column)
+            if (start <= first and last <= end) or (place.constant and first <= start and end <= last):
+                return True
+    return False
+
+
+def by_line(places: Iterable[Place]) -> dict[int, list[Place]]:
+    """{first line: places}."""
+    found: dict[int, list[Place]] = {}
+    for place in places:
+        found.setdefault(place.line, []).append(place)
+    return found

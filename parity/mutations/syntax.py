@@ -48,8 +48,10 @@ class Mutation:
     function: str
     """`Class.method`, or empty at the level of the module."""
     line: int
-    """The first of what is changed; `last` is the last."""
+    """The first of what is changed; `last` is the last. Columns are in bytes."""
+    column: int
     last: int
+    last_column: int
     operator: str
     """`operator`, `comparison`, `constant`, `axis`, `boolean`, `argument`, `order`, `omitted line`, `omitted call`,
     `branch`, `sign` or `slice`."""
@@ -101,11 +103,22 @@ def mutations(source: str, *, file: str) -> list[Mutation]:
         old = change.apply()
         after = change.after
         change.undo(old)
-        line = change.node.lineno  # type: ignore[attr-defined]
-        last = change.node.end_lineno or line  # type: ignore[attr-defined]
+        node: Any = change.node
         if after != before:
-            where = {"file": file, "function": function, "line": line, "last": last, "number": number}
-            found.append(Mutation(operator=change.operator, before=before, after=after, **where))
+            found.append(
+                Mutation(
+                    file=file,
+                    function=function,
+                    line=node.lineno,
+                    column=node.col_offset,
+                    last=node.end_lineno,
+                    last_column=node.end_col_offset,
+                    operator=change.operator,
+                    before=before,
+                    after=after,
+                    number=number,
+                )
+            )
     return found
 
 

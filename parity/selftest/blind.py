@@ -61,8 +61,8 @@ attention weights too."""
 class Survey:
     """What the code does as it is."""
 
-    executed: Mapping[str, frozenset[tuple[str, int]]]
-    """Variant -> the (file, line) that it executes."""
+    executed: Mapping[str, Mapping[str, Mapping[int, Sequence[source.Place]]]]
+    """Variant -> file -> line -> what of it is executed."""
     programs: Mapping[str, Mapping[str, str]]
     """Variant -> its programs."""
 
@@ -138,20 +138,20 @@ def survey(*, workers: int, names: Sequence[str] = tuple(VARIANTS)) -> Survey:
     return Survey(executed={name: executed[name] for name in names}, programs={name: programs[name] for name in names})
 
 
-def _survey_one(name: str) -> tuple[frozenset[tuple[str, int]], Mapping[str, str]]:
-    lines = source.Lines(source.files_of(PACKAGE))
+def _survey_one(name: str) -> tuple[dict[str, dict[int, list[source.Place]]], Mapping[str, str]]:
+    executed = source.Executed(source.files_of(PACKAGE))
 
     def run() -> Mapping[str, str]:
         from parity.selftest.programs import programs
 
         return programs(variant_pair(name))
 
-    programs_of_variant = lines.during(run)
-    return frozenset(lines.executed), programs_of_variant
+    found = executed.during(run)
+    return {file: source.by_line(places) for file, places in executed.places.items()}, found
 
 
 def candidates(found: Survey) -> tuple[list[Mutation], list[Mutation]]:
-    """(mutations of lines that a variant executes, mutations of the others)."""
+    """(mutations of what a variant executes, mutations of the rest)."""
     reached: list[Mutation] = []
     unreached: list[Mutation] = []
     for file, path in source.files_of(PACKAGE).items():
@@ -161,8 +161,10 @@ def candidates(found: Survey) -> tuple[list[Mutation], list[Mutation]]:
 
 
 def _executing(mutation: Mutation, found: Survey) -> tuple[str, ...]:
-    lines = range(mutation.line, mutation.last + 1)
-    return tuple(source.variants_executing(mutation.file, lines, found.executed))
+    stretch = source.Place(mutation.line, mutation.column, mutation.last, mutation.last_column, constant=False)
+    return tuple(
+        name for name, files in found.executed.items() if source.reaches(files.get(mutation.file, {}), stretch)
+    )
 
 
 def check(
@@ -213,7 +215,8 @@ def _judged(ended: pool.Ended) -> Mutant | None:
 def _argument(mutation: Mutation, verdict: _Verdict, programs: Mapping[str, Mapping[str, str]]) -> str:
     if not verdict.passed:
         count = sum(len(programs[name]) for name in verdict.same)
-        return f"the same programs: {count} of {len(verdict.same)} variants are unchanged, constants included"
+        names = f"{len(verdict.same)} variants that execute it"
+        return f"no program that a pair runs changes: {count} of {names}, constants included"
     return ARGUMENTS.get(mutation.key, "")
 
 

@@ -184,13 +184,17 @@ def test_changed_source_is_what_is_imported(tmp_path: Path) -> None:
     assert "not to be imported yet" in done.stdout
 
 
-def test_lines_that_are_executed_are_seen() -> None:
-    namespace: dict[str, Any] = {}
-    exec(compile("def f(x):\n    if x:\n        return 1\n    return 2\n", "/nowhere/a.py", "exec"), namespace)
-    lines = source.Lines({"a.py": Path("/nowhere/a.py")})
-    assert lines.during(lambda: namespace["f"](False)) == 2
-    assert lines.executed == {("a.py", 1), ("a.py", 2), ("a.py", 4)}
-    executed = {"one": frozenset(lines.executed), "other": frozenset({("a.py", 3)})}
-    assert source.variants_executing("a.py", [3], executed) == ["other"]
-    assert source.variants_executing("a.py", [1, 2, 3], executed) == ["one", "other"]
-    assert source.variants_executing("b.py", [1], executed) == []
+def test_what_is_executed_is_seen_by_branch_and_by_folded_constant() -> None:
+    text = "def f(x):\n    if x:\n        return 1\n    return g(-2) if x is None else h(x, -3, 4)\n"
+    namespace: dict[str, Any] = {"h": lambda *numbers: sum(numbers)}
+    exec(compile(text, "/nowhere/a.py", "exec"), namespace)
+    executed = source.Executed({"a.py": Path("/nowhere/a.py")})
+    assert executed.during(lambda: namespace["f"](0)) == 1
+    places = source.by_line(executed.places["a.py"])
+    reached = {
+        (m.before, m.after)
+        for m in syntax.mutations(text, file="a.py")
+        if source.reaches(places, source.Place(m.line, m.column, m.last, m.last_column, constant=False))
+    }
+    assert {("3", "4"), ("4", "5"), ("-3", "+3"), ("x is None", "x is not None")} <= reached
+    assert not {("1", "2"), ("return 1", syntax.OMITTED), ("2", "3"), ("-2", "+2")} & reached

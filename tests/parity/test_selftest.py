@@ -16,7 +16,18 @@ from parity.selftest import blind, clean, outcome, planted, pool, terminal
 from parity.selftest.names import NAMES
 from parity.selftest.planted import Planted
 
-MUTATION = Mutation(file="masks.py", function="f", line=3, last=3, operator="constant", before="1", after="2", number=0)
+MUTATION = Mutation(
+    file="masks.py",
+    function="f",
+    line=3,
+    column=0,
+    last=3,
+    last_column=9,
+    operator="constant",
+    before="1",
+    after="2",
+    number=0,
+)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +122,7 @@ def test_a_mutation_of_the_port_is_noticed_and_one_that_changes_nothing_is_argue
     )
     pool.prepare()
     found = blind.survey(workers=2, names=("plain",))
-    assert ("primitives.py", wrong.line) in found.executed["plain"]
+    assert found.executed["plain"]["primitives.py"][wrong.line]
     noticed, other = blind.check([wrong, same], found, workers=2)
     assert noticed.detected
     assert "(plain)" in noticed.how
@@ -121,7 +132,7 @@ def test_a_mutation_of_the_port_is_noticed_and_one_that_changes_nothing_is_argue
 def test_survivors_are_argued_by_equal_programs_or_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = {"plain": {"forward": "a", "decoding": "b"}, "window": {"forward": "c"}}
     unchanged = blind._Verdict(how="", same=("plain", "window"))
-    assert "3 of 2 variants" in blind._argument(MUTATION, unchanged, programs)
+    assert "3 of 2 variants that execute it" in blind._argument(MUTATION, unchanged, programs)
     changed = blind._Verdict(how="", same=("plain",), passed=("window",))
     assert blind._argument(MUTATION, changed, programs) == ""
     monkeypatch.setitem(blind.ARGUMENTS, MUTATION.key, "for this reason")
