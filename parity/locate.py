@@ -87,10 +87,10 @@ def locate(runs: Runs, failed: Rung | None) -> tuple[Location | None, Any]:
 
 def _refined(location: Location, diagnosis: Diagnosis | None, runs: Runs) -> Location:
     """Where the backward pass alone is at fault, the diagnosis knows the place; the location, a parameter near it."""
-    parameter = location.module.partition(" (batch")[0]
-    if diagnosis is None or diagnosis.module not in runs.reference_facts or parameter not in runs.port_weights:
+    if diagnosis is None or diagnosis.kind not in BACKWARD_KINDS or diagnosis.module not in runs.reference_facts:
         return location
-    if diagnosis.kind not in BACKWARD_KINDS:
+    parameter = location.module.partition(" (batch")[0]
+    if parameter not in runs.port_weights:
         return location
     explanation = f"{location.explanation}; the nearest to the loss is {parameter}'s"
     return dataclasses.replace(location, module=diagnosis.module, explanation=explanation)
