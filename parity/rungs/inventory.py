@@ -88,8 +88,9 @@ def _count(runs: Runs) -> Comparison:
 
 
 def _settings(derived: Derived, reference: Facts) -> Iterator[Comparison]:
-    """Of every pair of modules, what both sides say of themselves."""
-    for path, other in derived.pairs.items():
+    """Of every pair of modules, what both sides say of themselves; in the reference's order, which is that of use."""
+    order = {path: number for number, path in enumerate(reference)}
+    for path, other in sorted(derived.pairs.items(), key=lambda pair: order[pair[1]]):
         yield from compare_settings(other or "the model itself", reference[other], derived.port[path])
 
 

@@ -46,7 +46,7 @@ FAULTS = {
         "                attention = layer.self_attn\n"
         "                attention.q_proj, attention.k_proj = attention.k_proj, attention.q_proj\n"
         "            x, layer_weights = run(layer, x, mask,",
-        "encoder.layers.1.self_attn.q_proj",
+        "encoder.layers.1.self_attn",
     ),
     "norm before the residual": Fault(
         "layers.py",
