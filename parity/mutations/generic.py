@@ -321,9 +321,12 @@ class Fused(nnx.Module):
         self.out_proj = Linear(12, 12, rngs)
         self.out_proj.bias = nnx.Param(jnp.zeros(12))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, length, 12) -> the same."""
-        query, key, value = self.projections(x @ self.in_proj_weight[...].T + self.in_proj_bias[...])
+    def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        """(batch, length, 12) each -> the same."""
+        parts = zip(jnp.split(self.in_proj_weight[...], 3), jnp.split(self.in_proj_bias[...], 3), strict=True)
+        projected = [x @ weight.T + bias for x, (weight, bias) in zip((query, key, value), parts, strict=True)]
+        x = query
+        query, key, value = self.projections(jnp.concatenate(projected, axis=-1))
         weights = jax.nn.softmax(query @ jnp.swapaxes(key, -1, -2) / 2.0, axis=-1)
         attended = jnp.swapaxes(weights @ value, 1, 2).reshape(x.shape)
         projection: Any = self.out_proj
@@ -349,7 +352,7 @@ class DecoderOnly(nnx.Module):
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.fused(x))
+        return self.head(self.fused(x, x, x))
 
 
 PORTS: dict[str, Any] = {"convolutional": Convolutional, "recurrent": Recurrent, "decoder-only": DecoderOnly}

@@ -183,7 +183,7 @@ KINDS: tuple[Kind, ...] = (
         class_is("DecoderLayer"),
         _no_gradient_to_memory,
         # The gradient is missing on the other side of the cut: in what the encoder does last.
-        shows=lambda place: (f"{place}.cross_attn", "encoder", "encoder.layers.1.norm2"),
+        shows=lambda place: (place, f"{place}.cross_attn", "encoder", "encoder.layers.1.norm2"),
     ),
     _feed(
         "gradient doubled",

@@ -43,7 +43,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "residual left out": ("residual missing",),
     "residual halved": ("scale between modules",),
     "residual from behind the norm": ("residual from another place",),
-    "norm applied twice": ("norm extra",),
+    "norm applied twice": ("norm extra", "norm applied twice"),
     "norm before, not after": ("norm order",),
     "norm after, not before": ("norm order",),
     "sublayers in the other order": (
@@ -166,6 +166,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "dropout off",
         "dropout in another place",
     ),
+    "dropout masks exchanged": ("dropout in another place",),
     "smoothing over K - 1": ("label smoothing spread",),
     "smoothing over K - 2": ("label smoothing spread",),
     "smoothing left out": ("label smoothing missing",),
