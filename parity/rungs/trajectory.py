@@ -1,8 +1,8 @@
 """Rung 14: training steps in both, losses and parameters compared after each.
 
 Evidence: `losses` [(reference, port)], `rates`, `distances` {parameter: root mean square, one a step} and `bounds`
-alike; `unchanged` {side: steps after which nothing had changed}; `still`, the port's parameters that never moved; `first`, the first step that departs, and `departure`,
-`jump` or `drift`.
+alike; `unchanged` {side: steps after which nothing had changed}; `still`, the port's parameters that never moved;
+`first`, the first step that departs, and `departure`, `jump` or `drift`.
 """
 
 from collections.abc import Iterator
