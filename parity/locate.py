@@ -24,7 +24,7 @@ from parity.rungs import Rung
 from parity.rungs.adversarial import cases, probe_inputs
 from parity.runs import Runs
 from parity.tolerances import FLOAT64_RELATIVE
-from parity.trace import Trace, method_of, module_of
+from parity.trace import LOSS, Trace, method_of, module_of
 
 VANISHES = 1e-3
 """A difference whose share of this reaches the model's output, or less, has vanished on the way."""
@@ -175,6 +175,8 @@ def _place(failed: Rung, first: Comparison) -> str:
         return name.partition(": ")[2]
     if failed.name == "dropout":
         return name.partition(", ")[0]
+    if failed.name == "modes" and any(c.tensor == LOSS for c in failed.failures):
+        return LOSS  # whose gradients differ with it
     return name
 
 

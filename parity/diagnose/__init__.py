@@ -36,6 +36,7 @@ from parity.diagnose.ids import ids
 from parity.diagnose.linear import linear
 from parity.diagnose.norm import fast_variance, norm
 from parity.diagnose.outputs import outputs
+from parity.diagnose.pooling import pooling
 from parity.diagnose.positions import positions
 from parity.diagnose.precision import precision
 from parity.diagnose.recurrent import recurrent
@@ -50,6 +51,7 @@ for _family in (
     linear,
     recurrent,
     convolution,
+    pooling,
     attention,
     between,
     precision,

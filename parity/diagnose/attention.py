@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.diagnose import rotary
+from parity.diagnose import dropout, rotary
 from parity.diagnose.activations import softmax
 from parity.diagnose.between import DROPOUT_SCALE, SOFTMAX_AXIS
 from parity.diagnose.case import Case
@@ -60,6 +60,8 @@ class _Core:
         self.keys, self.kv_width = self.given.k.shape[1:]
         inputs = [*self.case.given_ids, *self.case.given, *self._ids_of_the_model()]
         self.masks: Sequence[MaskArray] = found_masks(inputs, self.batch, self.queries, self.keys)[:3]
+        shape = (self.batch, self.queries, self.keys)
+        self.dropped = [m for m in self.case.masks.values() if m.ndim == 4 and (m.shape[0], *m.shape[2:]) == shape]
         self._scores: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def _ids_of_the_model(self) -> list[np.ndarray]:
@@ -124,13 +126,6 @@ class _Core:
                 what="softmax",
                 fix="take the softmax {reference}",
             ),
-            Factor(
-                "dropout",
-                DROPOUT_SCALE,
-                _rates(),
-                what="factor of the weights",
-                fix="multiply the weights by {reference} in evaluation",
-            ),
         ]
         if self.given.fused is not None:
             options = tuple(Option(v, w) for v, w in _FUSED)
@@ -156,6 +151,7 @@ class _Core:
                     fix="repeat shared heads: {reference}",
                 )
             )
+        factors.append(_dropout_factor() if self.dropped else _left_over())
         return factors + (rotary.factors() if self.turned else [])
 
     def __call__(self, f: Mapping[str, Any]) -> np.ndarray | None:
@@ -179,7 +175,11 @@ class _Core:
             }[f["scale"]]
         )
         weights = self._weights(f, scores)
-        merged = _merge(np.einsum("bhqk,bhkd->bhqd", weights * f["dropout"], v), f["split"])
+        if self.dropped:
+            how, rate = f["masks"]
+            kept = self.dropped[0] if how != "inverted" else ~self.dropped[0].astype(bool)
+            weights = weights if how == "none" else weights * kept / (1.0 - rate)
+        merged = _merge(np.einsum("bhqk,bhkd->bhqd", weights * f.get("dropout", 1.0), v), f["split"])
         return self.given.out(merged)
 
     def _products(self, f: Mapping[str, Any], heads: int, head_dim: int) -> tuple[np.ndarray, np.ndarray] | None:
@@ -269,6 +269,32 @@ _SOFTMAXES = (
 def _rates() -> tuple[Option, ...]:
     kept = [1 - rate for rate in RATES]
     return (Option(1.0, "1"), *(Option(v, f"{v:.6g}") for keep in kept for v in (1 / keep, keep)))
+
+
+def _left_over() -> Factor:
+    """A scale of dropout where there is none."""
+    fix = "multiply the weights by {reference} in evaluation"
+    return Factor("dropout", DROPOUT_SCALE, _rates(), what="factor of the weights", fix=fix)
+
+
+def _dropout_factor() -> Factor:
+    """Masks that are handed in, in training."""
+    options = [Option(("kept", rate), f"dropped out and divided by {1 - rate:g}") for rate in RATES]
+    options.append(Option(("none", 0.0), "not dropped out"))
+    options.append(Option(("kept", 0.0), "dropped out and not scaled"))
+    options += [
+        Option(("inverted", rate), f"dropped out where they should be kept, at rate {rate:g}") for rate in RATES
+    ]
+
+    def kind_of(reference: tuple[str, float], port: tuple[str, float]) -> str:
+        if "none" in (reference[0], port[0]):
+            return dropout.OFF if port[0] == "none" else dropout.PLACE
+        if "inverted" in (reference[0], port[0]):
+            return dropout.INVERTED
+        return dropout.SCALE if 0.0 in (reference[1], port[1]) else dropout.RATE
+
+    fix = "the weights must be {reference}"
+    return Factor("masks", kind_of, tuple(options), what="weights", also_right=len(RATES), fix=fix)
 
 
 def _scale_kind(reference: str, port: str) -> str:

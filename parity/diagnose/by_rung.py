@@ -134,9 +134,11 @@ def _hard_loss(runs: Runs, failed: Rung) -> Diagnosis | None:
     traces = [[run(inputs, "float64") for inputs in every] for run in (runs.run_reference, runs.run_port)]
     outputs = [next(iter(trace.results.values())) for trace in traces[0]]
     losses = [np.array([float(trace.loss) for trace in side]) for side in traces]
-    if any(output.ndim < 2 for output in outputs) or not all(np.isfinite(side).all() for side in losses):
+    finite = np.isfinite(losses[0]) & np.isfinite(losses[1])
+    kept = [i for i, output in enumerate(outputs) if output.ndim >= 2 and finite[i]]
+    if not kept or all(losses[0][i] == losses[1][i] for i in kept):
         return None
-    return explain_loss(outputs, every, *losses)
+    return explain_loss([outputs[i] for i in kept], [every[i] for i in kept], *(side[kept] for side in losses))
 
 
 def _loss(runs: Runs) -> Diagnosis | None:

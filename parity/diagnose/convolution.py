@@ -55,7 +55,7 @@ class _Layer:
             Factor(
                 "stride",
                 STRIDE,
-                tuple(Option(s, str(s)) for s in self._strides(width)),
+                tuple(Option(s, _words(s)) for s in self._strides(width)),
                 what="stride",
                 free=True,
                 fix="strides={reference}",
@@ -80,6 +80,13 @@ class _Layer:
                 also_right=WIDEST,
                 fix="kernel_dilation={reference}",
             ),
+            Factor(
+                "space",
+                AXES,
+                (Option("no", "as they are"), *([Option("yes", "exchanged")] if self.rank == 2 else [])),
+                what="height and width",
+                fix="height and width must be {reference}",
+            ),
             Factor("axes", AXES, tuple(orders), what="axes of the kernel", fix="put the kernel's axes {reference}"),
             Factor(
                 "times",
@@ -97,19 +104,25 @@ class _Layer:
             ),
         ]
 
-    def _strides(self, width: range) -> list[int]:
-        read = [v[0] if isinstance(v, tuple) and v else v for v in self.settings.get("strides", ())]
-        return list(dict.fromkeys([*(v for v in read if isinstance(v, int)), *width]))
+    def _strides(self, width: range) -> list[tuple[int, ...]]:
+        read = [v for v in self.settings.get("strides", ()) if isinstance(v, tuple) and len(v) == self.rank]
+        read += [(v,) * self.rank for v in self.settings.get("strides", ()) if isinstance(v, int)]
+        mixed = [(1, 2), (2, 1)] if self.rank == 2 else []
+        return list(dict.fromkeys([*read, *((s,) * self.rank for s in width), *mixed]))
 
     def _paddings(self) -> Iterator[Option]:
-        taps = max(self.kernel.shape[: self.rank])
-        around = sorted(range(taps + 1), key=lambda p: abs(p - taps // 2))
-        for pad in around:
-            yield Option((pad, pad), f"{pad} on either side")
-        for pad in range(taps):
-            yield Option((pad, pad + 1), f"{pad} before, {pad + 1} behind")
-            yield Option((pad + 1, pad), f"{pad + 1} before, {pad} behind")
-        yield Option((taps - 1, 0), f"{taps - 1} before (causal)")
+        """((before, behind) of each axis)."""
+        taps = self.kernel.shape[: self.rank]
+        half = tuple((n // 2, n // 2) for n in taps)
+        yield Option(half, "half of the kernel")
+        for pad in range(max(taps) + 1):
+            yield Option(((pad, pad),) * self.rank, f"{pad} on either side")
+        for pad in range(max(taps)):
+            yield Option(((pad, pad + 1),) * self.rank, f"{pad} before, {pad + 1} behind")
+            yield Option(((pad + 1, pad),) * self.rank, f"{pad + 1} before, {pad} behind")
+        yield Option(tuple((n - 1, 0) for n in taps), "all of it before (causal)")
+        if self.rank == 2:
+            yield Option(half[::-1], "half of the kernel, height and width exchanged")
 
     def _orders(self) -> list[tuple[int, ...]]:
         axes = range(self.kernel.ndim)
@@ -122,40 +135,45 @@ class _Layer:
         space = tuple(range(self.rank))
         kernel = np.flip(kernel, space) if f["flip"] == "yes" else kernel
         x, stride = self.x, f["stride"]
+        x = x.swapaxes(1, 2) if f["space"] == "yes" else x
         if self.transposed:
-            x, stride = _spread(x, stride, self.rank), 1
-        lo, hi = f["padding"]
-        # Padding that no convolution of this result's size can have is not tried.
-        for axis in range(self.rank):
+            x, stride = _spread(x, stride), (1,) * self.rank
+        around = f["padding"]
+        for axis, (lo, hi) in enumerate(around):
             reach = f["dilation"] * (kernel.shape[axis] - 1) + 1
             if x.shape[1 + axis] + lo + hi < reach:
                 return None
-        if f["mode"] in ("reflect", "wrap") and max(lo, hi) >= min(x.shape[1:-1]):
-            return None
-        padded = np.pad(x, [(0, 0), *([(lo, hi)] * self.rank), (0, 0)], mode=f["mode"])
+            if f["mode"] in ("reflect", "wrap") and max(lo, hi) >= x.shape[1 + axis]:
+                return None
+        padded = np.pad(x, [(0, 0), *around, (0, 0)], mode=f["mode"])
         result = _correlate(padded, kernel, stride=stride, dilation=f["dilation"])
         if result is None:
             return None
+        result = result.swapaxes(1, 2) if f["space"] == "yes" else result
         result = result * f["scale"]
         return result + f["times"] * self.bias if self.bias.any() else result
 
 
-def _spread(x: np.ndarray, stride: int, rank: int) -> np.ndarray:
+def _words(stride: tuple[int, ...]) -> str:
+    return str(stride[0]) if len(set(stride)) == 1 else str(stride)
+
+
+def _spread(x: np.ndarray, strides: tuple[int, ...]) -> np.ndarray:
     """Zeros between the elements of every axis of space."""
-    sizes = [(n - 1) * stride + 1 for n in x.shape[1 : 1 + rank]]
+    sizes = [(n - 1) * stride + 1 for n, stride in zip(x.shape[1:-1], strides, strict=True)]
     result = np.zeros((x.shape[0], *sizes, x.shape[-1]))
-    result[(slice(None), *([slice(None, None, stride)] * rank), slice(None))] = x
+    result[(slice(None), *(slice(None, None, stride) for stride in strides), slice(None))] = x
     return result
 
 
-def _correlate(x: np.ndarray, kernel: np.ndarray, *, stride: int, dilation: int) -> np.ndarray | None:
+def _correlate(x: np.ndarray, kernel: np.ndarray, *, stride: tuple[int, ...], dilation: int) -> np.ndarray | None:
     rank, (features_in, features_out) = kernel.ndim - 2, kernel.shape[-2:]
     if x.shape[-1] % features_in or features_out % (x.shape[-1] // features_in):
         return None
     taps = tuple(dilation * (n - 1) + 1 for n in kernel.shape[:rank])
     axes = tuple(range(1, 1 + rank))
     windows = np.lib.stride_tricks.sliding_window_view(x, taps, axis=axes)
-    strided, every = [slice(None, None, stride)] * rank, slice(None)
+    strided, every = [slice(None, None, n) for n in stride], slice(None)
     windows = windows[(every, *strided, every, *([slice(None, None, dilation)] * rank))]
     groups = x.shape[-1] // features_in
     letters = "hwd"[:rank]

@@ -26,21 +26,22 @@ def explain_decoding(evidence: Mapping[str, Any]) -> Diagnosis | None:
     if expected.ndim != 2 or got.ndim != 2 or len(expected) != len(got):
         return None
     width = min(expected.shape[1], got.shape[1])
-    for shift in (1, -1):
-        one, two = (expected, got) if shift > 0 else (got, expected)
-        if width > 2 and np.array_equal(one[:, : width - 1], two[:, 1:width]):
-            return _said(
-                SHIFTED,
-                f"The port's ids stand one place {'later' if shift > 0 else 'earlier'}",
-                "count positions as the reference does",
-            )
     if expected.shape != got.shape and np.array_equal(expected[:, :width], got[:, :width]):
         name = EARLY if got.shape[1] < expected.shape[1] else LATE
-        return _said(
-            name, f"The port decodes {got.shape[1]} positions, the reference {expected.shape[1]}", "use the same length"
-        )
+        sentence = f"The port decodes {got.shape[1]} positions, the reference {expected.shape[1]}"
+        return _said(name, sentence, "use the same length")
     expected, got = expected[:, :width], got[:, :width]
-    return _ends(expected, got) or _from_where(expected, got)
+    return _ends(expected, got) or _shifted(expected, got) or _from_where(expected, got)
+
+
+def _shifted(expected: np.ndarray, got: np.ndarray) -> Diagnosis | None:
+    for shift, words in ((1, "later"), (-1, "earlier")):
+        one, two = (expected, got) if shift > 0 else (got, expected)
+        # A sequence of one id over and over is its own neighbour.
+        if one.shape[1] > 2 and np.array_equal(one[:, :-1], two[:, 1:]) and (one[:, :-1] != one[:, 1:]).any():
+            sentence = f"The port's ids stand one place {words}"
+            return _said(SHIFTED, sentence, "count positions as the reference does")
+    return None
 
 
 def _ends(expected: np.ndarray, got: np.ndarray) -> Diagnosis | None:

@@ -7,6 +7,7 @@ import numpy as np
 
 from parity.diagnose.diagnosis import Diagnosis, kind
 from parity.diagnose.engine import Explanation, Factor, Option, explain
+from parity.diagnose.precision import WIDTHS, rounded_to
 from parity.pair import Inputs
 
 SPREAD = kind("label smoothing spread", "smoothing mass spread over K, K - 1 or K - 2 classes")
@@ -40,7 +41,24 @@ def explain_loss(
 ) -> Diagnosis | None:
     """`outputs`: logits (..., classes), or predictions, of each batch; `expected` and `got`: the losses of each."""
     found = _classification(outputs, inputs, expected, got) or _regression(outputs, inputs, expected, got)
-    return None if found is None else found.diagnosis("loss")
+    return _narrow(outputs, expected, got) if found is None else found.diagnosis("loss")
+
+
+def _narrow(outputs: Sequence[np.ndarray], expected: np.ndarray, got: np.ndarray) -> Diagnosis | None:
+    """Losses, or the sums that they are means of, that are numbers of a narrower type."""
+    error = float(np.abs(got - expected).max() / max(float(np.abs(expected).max()), 1e-300))
+    for name, bits, called in WIDTHS:
+        if not 2.0**-bits / 50 < error < 16 * 2.0**-bits:
+            continue
+        for loss, output in zip(got, outputs, strict=True):
+            sums = loss * np.arange(1, output[..., 0].size + 1)
+            # A mean of so many. By chance none of them is a number of so few bits.
+            if not np.isclose(rounded_to(sums, bits), sums, rtol=1e-13, atol=0.0).any():
+                break
+        else:
+            sentence = f"The port's loss is a number of {name}, {error:.1e} from the reference's"
+            return Diagnosis(kind=called, module="loss", sentence=sentence, fix="compute the loss in float32 or better")
+    return None
 
 
 def _classification(

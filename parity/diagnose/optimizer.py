@@ -20,6 +20,7 @@ RATE = kind("optimizer learning rate", "another learning rate")
 RULE = kind("optimizer rule", "another optimizer")
 SIGN = kind("update sign", "an update in the direction of the gradient")
 MOMENTUM = kind("momentum", "another momentum, dampening or Nesterov's form")
+STATE = kind("optimizer state lost", "moments or the count that start anew in each step")
 AMSGRAD = kind("amsgrad", "the largest second moment so far on one side")
 
 BETA1 = (0.9, 0.0, 0.95, 0.8, 0.99, 0.98, 0.999)
@@ -117,6 +118,17 @@ def _adam(rates: Sequence[float], *, decay: bool) -> list[Factor]:
             ),
             what="bias correction",
             fix="correct the bias {reference}",
+        ),
+        Factor(
+            "state",
+            STATE,
+            (
+                Option("kept", "kept from step to step"),
+                Option("lost", "new in every step"),
+                Option("moments lost", "kept in its count alone"),
+            ),
+            what="state",
+            fix="hand on the optimizer's state from step to step",
         ),
         Factor(
             "sign",
@@ -233,6 +245,17 @@ def _sgd(gradients: Sequence[np.ndarray], expected: np.ndarray, got: np.ndarray)
             fix="weight decay must be {reference}",
         ),
         Factor(
+            "state",
+            STATE,
+            (
+                Option("kept", "kept from step to step"),
+                Option("lost", "new in every step"),
+                Option("moments lost", "kept in its count alone"),
+            ),
+            what="state",
+            fix="hand on the optimizer's state from step to step",
+        ),
+        Factor(
             "sign",
             SIGN,
             (Option(-1.0, "against the gradient"), Option(1.0, "along the gradient")),
@@ -246,7 +269,10 @@ def _rates(gradients: Sequence[np.ndarray], expected: np.ndarray, got: np.ndarra
     """Adam's first step is the learning rate wherever the gradient is large."""
     large = np.abs(gradients[0]) >= 0.1 * np.abs(gradients[0]).max()
     found = [float(f"{float(np.median(np.abs(updates[0][large]))):.2g}") for updates in (expected, got)]
-    return [rate for rate in dict.fromkeys([*found, 1.0]) if rate > 0]
+    # An update that is the reference's times a number: to all its digits, for it need not be a round one.
+    ratio = float(expected[0].ravel() @ got[0].ravel()) / max(float(expected[0].ravel() @ expected[0].ravel()), 1e-300)
+    scaled = [found[0] * ratio] if abs(ratio) > 1e-6 else []
+    return [rate for rate in dict.fromkeys([*found, 1.0, *scaled]) if rate > 0]
 
 
 class _Run:
@@ -258,7 +284,11 @@ class _Run:
     def __call__(self, f: Mapping[str, Any]) -> np.ndarray:
         m = v = largest = np.zeros_like(self.weights[0])
         updates = []
-        for step, (gradient, w) in enumerate(zip(self.gradients, self.weights, strict=True), start=1):
+        lost = f.get("state", "kept")
+        for number, (gradient, w) in enumerate(zip(self.gradients, self.weights, strict=True), start=1):
+            step = 1 if lost == "lost" else number
+            if lost != "kept":
+                m = v = largest = np.zeros_like(m)
             g = gradient + f["decay"] * w if f["decay place"] == "l2" else gradient
             if f["rule"] == "momentum":
                 m = f["b1"] * m + (g * (1 - f["b1"]) if f["dampening"] == "yes" and step > 1 else g)

@@ -27,6 +27,7 @@ EXTRA = kind("parameter extra", "a parameter that only the port has")
 MISSING = kind("parameter missing", "a parameter that only the reference has")
 SHAPE = kind("parameter shape", "a parameter of another shape")
 TIED = kind("tied on one side only", "one tensor on one side, two on the other")
+GROUPS = kind("number of groups", "another number of groups of a group norm or a convolution")
 AMBIGUOUS = kind("mapping ambiguous", "a tensor that two rules take, or that is given twice")
 SETTING = kind("setting", "another hyper-parameter, read off the modules")
 
@@ -55,6 +56,7 @@ KINDS: Mapping[str, str] = {
     "causal": LOOK_AHEAD,
     "is_causal": LOOK_AHEAD,
     "label_smoothing": SMOOTHING,
+    "groups": GROUPS,
 }
 """Names of settings in the harness's vocabulary, and in wide use."""
 FIXES = {

@@ -206,6 +206,26 @@ def test_a_fused_projection_read_head_by_head() -> None:
     assert diagnosis.kind == "fused q/k/v layout"
 
 
+@pytest.mark.parametrize(
+    ("kind", "dropped"),
+    [
+        ("dropout off", lambda weights, mask: weights),
+        ("dropout scale missing", lambda weights, mask: weights * mask),
+        ("dropout mask inverted", lambda weights, mask: weights * ~mask / 0.9),
+        ("dropout rate", lambda weights, mask: weights * mask / 0.8),
+    ],
+)
+def test_dropout_of_the_weights_with_masks_handed_in(kind: str, dropped: Callable[..., np.ndarray]) -> None:
+    mask = RNG.random((BATCH, HEADS, LENGTH, LENGTH)) > 0.1
+    scores = split(Q) @ split(K).swapaxes(-1, -2) * HEAD_DIM**-0.5
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    expected, got = (merge(w @ split(V)) for w in (weights * mask / 0.9, dropped(weights, mask)))
+    made = case(got, np.ones(PADDED.shape, bool), masks={"attn.weights": mask})
+    diagnosis = diagnose_case(dataclasses.replace(made, expected=expected))
+    assert diagnosis is not None
+    assert diagnosis.kind == kind
+
+
 def test_noise_is_not_explained() -> None:
     noise = RNG.normal(size=Q.shape)
     assert diagnose_case(case(attend(Fault(), PADDED) + 1e-2 * noise, PADDED, given_ids=(KEYS,))) is None

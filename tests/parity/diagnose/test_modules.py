@@ -1,5 +1,6 @@
 """Suspects of single modules: the reference's values by torch itself, the port's by a formula with the fault."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -278,6 +279,32 @@ def convolution(taps: np.ndarray, **options: Any) -> np.ndarray:
     """Channels last."""
     x, kernel = np.moveaxis(IMAGES, -1, 1), taps.transpose(3, 2, 0, 1)
     return np.moveaxis(F.conv2d(tensor(x.copy()), tensor(kernel.copy()), **options).numpy(), 1, -1)
+
+
+WIDE = RNG.normal(size=(3, 5, 3, 4))
+"""A kernel of 3 by 5."""
+
+
+def test_height_and_width_exchanged_of_a_kernel_that_is_not_square() -> None:
+    expected = convolution(WIDE, padding=(1, 2))
+    turned = F.conv2d(
+        tensor(IMAGES.transpose(0, 3, 2, 1).copy()), tensor(WIDE.transpose(3, 2, 0, 1).copy()), padding=(1, 2)
+    )
+    got = turned.numpy().transpose(0, 3, 2, 1)
+    case = Case(module="conv", expected=expected, got=got, given=(IMAGES,), weights={"kernel": WIDE})
+    assert found(case).kind == "convolution kernel axes"
+
+
+def test_padding_that_counts_in_a_mean() -> None:
+    x = tensor(np.moveaxis(IMAGES, -1, 1).copy())
+    expected, got = (
+        np.moveaxis(F.avg_pool2d(x, 3, stride=2, padding=1, count_include_pad=counted).numpy(), 1, -1)
+        for counted in (True, False)
+    )
+    case = Case(module="pool", expected=expected, got=got, given=(IMAGES,))
+    assert found(case).kind == "padding counted in the pooling"
+    largest = np.moveaxis(F.max_pool2d(x, 3, stride=2, padding=1).numpy(), 1, -1)
+    assert found(dataclasses.replace(case, got=largest)).kind == "pooling"
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,15 @@ def test_loss(kind: str, got: np.ndarray) -> None:
     assert diagnosis.kind == kind
 
 
+def test_a_loss_in_bfloat16_is_told_by_its_bits() -> None:
+    count = np.count_nonzero(TARGETS)
+    mantissa, exponent = np.frexp(smoothed() * count)
+    got = np.ldexp(np.round(mantissa * 2**8) / 2**8, exponent) / count
+    found = explain_loss([LOGITS], [{"ids": TARGETS}], smoothed(), got)
+    assert found is not None
+    assert found.kind == "bfloat16 inside"
+
+
 def test_a_loss_of_another_kind_is_not_explained() -> None:
     assert explain_loss([LOGITS], [{"ids": TARGETS}], smoothed(), smoothed() * 1.0123) is None
 
@@ -166,6 +175,17 @@ def test_l2_inside_the_gradient_is_not_decoupled_decay() -> None:
     found = explain_optimizer({"gradients": STEPS, "weights": START, "reference": reference, "port": got})
     assert found is not None
     assert found.kind == "weight decay placement"
+
+
+def test_updates_that_are_scaled_and_a_state_that_is_lost() -> None:
+    scaled = [1.07 * update for update in REFERENCE]
+    found = explain_optimizer({"gradients": STEPS, "weights": START, "reference": REFERENCE, "port": scaled})
+    assert found is not None
+    assert found.kind == "optimizer learning rate"
+    lost = [-1e-3 * g / (np.abs(g) + 1e-9) for g in STEPS]
+    found = explain_optimizer({"gradients": STEPS, "weights": START, "reference": REFERENCE, "port": lost})
+    assert found is not None
+    assert found.kind == "optimizer state lost"
 
 
 def test_an_optimizer_that_leaves_a_parameter_out() -> None:
