@@ -31,7 +31,7 @@ STARTS = 16
 FEW = 4
 MOST = 6000
 """Formulas evaluated at most, on either side."""
-SECONDS = 30.0
+SECONDS = 10.0
 """And no longer than this, in seconds of CPU: those of a large model take milliseconds each."""
 
 

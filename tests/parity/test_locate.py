@@ -1,6 +1,6 @@
 """Where two small models first differ, by following the values and by handing over the reference's."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,97 +14,10 @@ from parity import ladder
 from parity.diagnose import Diagnosis, diagnose_case, suspect
 from parity.diagnose.by_rung import MODEL
 from parity.locate import Found, follow_and_hand
-from parity.pair import Pair, Side
+from parity.pair import Pair
 from parity.runs import Runs
 from parity.trace import Trace
-
-WIDTH, HIDDEN, DEPTH = 6, 10, 3
-
-
-class TorchBlock(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.up = torch.nn.Linear(WIDTH, HIDDEN)
-        self.down = torch.nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        y = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-        return x + y * keep[..., None].to(y.dtype)
-
-
-class TorchModel(torch.nn.Module):
-    """Three residual blocks, and beside them a layer of which only the first position is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(9, WIDTH)
-        self.side = torch.nn.Linear(WIDTH, WIDTH)
-        self.blocks = torch.nn.ModuleList(TorchBlock() for _ in range(DEPTH))
-        self.head = torch.nn.Linear(WIDTH, 4)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        x = x + self.side(x)[:, :1]
-        for block in self.blocks:
-            x = block(x, ids != 0)
-        return self.head(x)
-
-
-class Block(nnx.Module):
-    eps = 1e-5
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.norm = nnx.LayerNorm(WIDTH, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
-        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
-
-    def __call__(self, x: jax.Array, keep: jax.Array) -> jax.Array:
-        return x + self.inner(x) * keep[..., None]
-
-    def inner(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(self.norm(x)), approximate=False))
-
-
-class Model(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(9, WIDTH, rngs=rngs)
-        self.side = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(DEPTH)])
-        self.head = nnx.Linear(WIDTH, 4, rngs=rngs)
-
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        x = self.embed(ids)
-        x = x + self.side(x)[:, :1]
-        for block in self.blocks:
-            x = block(x, ids != 0)
-        return self.head(x)
-
-
-IDS = np.array([[1, 4, 2, 7, 0], [8, 3, 0, 0, 0]])
-
-
-def reclass(module: nnx.Module, **methods: Callable[..., Any]) -> None:
-    """Gives one module other methods; the others of its class keep theirs."""
-    module.__class__ = type(type(module).__name__, (type(module),), methods)
-
-
-def pair(*faults: Callable[[Model], None], **changes: Any) -> Pair:
-    def build() -> Model:
-        model = Model(nnx.Rngs(0))
-        for fault in faults:
-            fault(model)
-        return model
-
-    side = Side(build=build)
-    return Pair(reference=TorchModel, port=side, inputs={"ids": IDS}, weights=WEIGHTS, **changes)
-
-
-torch.manual_seed(5)
-WEIGHTS: Mapping[str, np.ndarray] = {
-    name: p.detach().numpy() + 0.05 * np.random.default_rng(1).normal(size=p.shape).astype(np.float32)
-    for name, p in TorchModel().named_parameters()
-}
+from tests.parity.residual_blocks import DEPTH, WIDTH, Block, Model, norm_eps, pair, reclass
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +32,6 @@ def located(reference: Trace, *faults: Callable[[Model], None]) -> tuple[Found, 
     found = follow_and_hand(runs, reference, port, runs.batches[0], handed=runs.handed)
     assert found is not None
     return found, None if found.case is None else diagnose_case(found.case)
-
-
-def norm_eps(i: int) -> Callable[[Model], None]:
-    return lambda model: setattr(model.blocks[i].norm, "epsilon", 1e-6)
 
 
 @pytest.mark.parametrize("i", range(DEPTH))
@@ -323,31 +232,6 @@ def test_hyper_parameters_are_diagnosed_without_a_run() -> None:
     assert report.diagnosis is not None
     assert report.diagnosis.kind == "norm eps"
     assert report.diagnosis.fix == "epsilon=1e-05"
-
-
-def test_an_equal_pair_has_no_diagnosis_and_a_tree_that_is_equal() -> None:
-    report = ladder.check(pair(), rungs=("inventory", "weights", "forward", "gradients"))
-    assert report.passed
-    assert report.first_difference is None
-    assert report.diagnosis is None
-    assert {node.status for node in report.tree} == {"equal", "not compared"}
-    lists = [node.path for node in report.tree if node.status == "not compared"]
-    assert lists == ["blocks"], "a list is called by nobody"
-
-
-def test_the_tree_of_a_pair_that_differs() -> None:
-    report = ladder.check(pair(norm_eps(1)), rungs=("weights", "forward"))
-    by_path = {node.path: node for node in report.tree}
-    assert by_path["blocks.0"].status == "equal"
-    assert by_path["blocks.1.norm"].status == "first difference"
-    assert by_path["blocks.1.down"].status == by_path["blocks.2"].status == by_path[""].status == "differs"
-    assert by_path["blocks.1.norm"].depth == 3
-    assert by_path["blocks.1.norm"].type == "LayerNorm"
-    assert by_path["blocks.1"].type == "TorchBlock | Block"
-    assert by_path["blocks.1.norm"].error is not None
-    assert by_path["blocks.1.norm"].error > 1e-12
-    paths = [node.path for node in report.tree]
-    assert paths.index("blocks.1") < paths.index("blocks.1.norm") < paths.index("blocks.2")
 
 
 def test_a_users_suspect_explains_what_no_other_does() -> None:
