@@ -105,15 +105,21 @@ def _found(runs: Runs, failed: Rung) -> Found | None:
             if found is not None:
                 return found
         return Found(location=_beyond_outputs(runs, failed, runs.reference("float64")))
-    if failed.name == "adversarial":
-        return _adversarial(runs, failed)
-    if failed.name == "initialisation":
-        return _initial(runs, failed)
-    if failed.name == "dropout":
-        found = _in_training(runs, failed)
-        if found is not None:
-            return found
-    return _worst(failed)
+    own = {"adversarial": _adversarial, "initialisation": _initial, "buffers": _table, "dropout": _in_training}
+    found = own[failed.name](runs, failed) if failed.name in own else None
+    return found or _worst(failed)
+
+
+def _table(runs: Runs, failed: Rung) -> Found | None:
+    """The first table that differs, with the value of the module that computes it where one does."""
+    found = _worst(failed)
+    if found is None:
+        return None
+    call = found.location.module
+    reference, port = runs.reference("float64"), runs.port("float64")
+    if call not in reference.outputs or call not in port.outputs:
+        return found
+    return dataclasses.replace(found, case=builder(runs, reference, port, runs.batches[0]).case(call))
 
 
 def _initial(runs: Runs, failed: Rung) -> Found | None:
@@ -151,7 +157,7 @@ def _worst(failed: Rung) -> Found | None:
     failures = [failure for section in failed.outcome.sections for failure in section.failures]
     if not failures:
         return None
-    in_order = failed.name in ("inventory", "trajectory", "dropout", "half_width")
+    in_order = failed.name in ("inventory", "buffers", "trajectory", "dropout", "half_width")
     first = _in_order(failed, failures) if in_order else max(failures, key=lambda c: c.error)
     return Found(
         location=Location(module=_place(failed, first), error=first.error, explanation=first.detail or failed.title)

@@ -32,6 +32,7 @@ from parity.diagnose.diagnosis import Diagnosis, kind, kinds
 from parity.diagnose.embedding import embedding
 from parity.diagnose.engine import Factor, Option, explain
 from parity.diagnose.exchange import exchange
+from parity.diagnose.group_norm import group_norm
 from parity.diagnose.ids import ids
 from parity.diagnose.linear import linear
 from parity.diagnose.norm import fast_variance, norm
@@ -44,6 +45,7 @@ from parity.diagnose.suspects import REGISTRY, Suspect, register, suspect
 
 for _family in (
     norm,
+    group_norm,
     fast_variance,
     embedding,
     ids,

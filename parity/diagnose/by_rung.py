@@ -57,7 +57,7 @@ def diagnose(runs: Runs, failed: Rung, place: str, case: Case | None, *, called:
         facts = runs.reference_facts.get(place)
         return not_called(place, facts.type if facts else "")
     found = None if case is None else diagnose_case(case, (*runs.pair.suspects, *REGISTRY))
-    if case is not None and (found is not None or failed.name != "initialisation"):
+    if case is not None and (found is not None or failed.name not in ("initialisation", "buffers")):
         return found
     return _without_case(runs, failed, place)
 

@@ -1,5 +1,9 @@
-"""Convolutions and transposed convolutions, channels last: padding, strides, and which way round the kernel is."""
+"""Convolutions and transposed convolutions: padding, strides, and which way round the kernel is.
 
+Computed channels last; a port that keeps torch's layouts is brought to that.
+"""
+
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -32,9 +36,16 @@ def convolution(case: Case) -> Diagnosis | None:
     if kernel is None or not case.leaf or case.x.ndim < 3:
         return None
     transposed = any("Transpose" in name for name in case.types)
+    if kernel.shape[0] == case.expected.shape[1] and kernel.shape[-2:] != (case.x.shape[-1], case.expected.shape[-1]):
+        case, kernel = _channels_last(case), np.moveaxis(kernel, (1, 0), (-2, -1))
     layer = _Layer(case, kernel, transposed=transposed)
     found = explain(layer, layer.factors(), expected=case.expected, got=case.got, unusual=1)
     return None if found is None else found.diagnosis(case.module)
+
+
+def _channels_last(case: Case) -> Case:
+    given, expected, got = (np.moveaxis(a, 1, -1) for a in (case.x, case.expected, case.got))
+    return dataclasses.replace(case, given=(given,), expected=expected, got=got)
 
 
 class _Layer:

@@ -37,7 +37,8 @@ def norm(case: Case) -> Diagnosis | None:
         return None
     if not is_norm(case.module, " ".join(case.types)):
         return None
-    found = _batch_norm(case) if "mean" in case.weights else _layer_norm(case)
+    statistics = _statistics(case)
+    found = _layer_norm(case) if statistics is None else _batch_norm(case, *statistics)
     if found is None:
         return None
     return found.diagnosis(case.module)
@@ -49,6 +50,7 @@ def _layer_norm(case: Case) -> Explanation | None:
     axes += [Option(axis, f"axis {axis}") for axis in range(x.ndim - 1)]
     axes += [Option((1, 2), "length and features")] if x.ndim == 3 else []
     axes += [Option(tuple(range(1, x.ndim)), "all but the first axis")] if x.ndim > 2 else []
+    owners = tuple(Option(n, f"that of {n}" if n else "its own") for n in [*formula.owners][:40])
     factors = (
         Factor("eps", EPS, _eps_options(case, formula), what="eps", fix="set epsilon={reference}", also_right=99),
         Factor(
@@ -89,13 +91,8 @@ def _layer_norm(case: Case) -> Explanation | None:
             fix="the scale must be {reference}",
         ),
         Factor("axis", AXIS, tuple(axes), what="mean and variance taken over", fix="normalise over {reference}"),
-        Factor(
-            "owner",
-            EXCHANGED,
-            tuple(Option(n, f"those of {n}" if n else "its own") for n in [*formula.owners][:40]),
-            what="scale and bias",
-            fix="use {reference}",
-        ),
+        Factor("scale of", EXCHANGED, owners, what="scale", fix="use {reference}"),
+        Factor("bias of", EXCHANGED, owners, what="bias", fix="use {reference}"),
         Factor("skip", MISSING, _yes("applied", "left out"), what="norm", fix="apply the norm"),
     )
     return explain(formula, factors, expected=case.expected, got=case.got)
@@ -132,7 +129,7 @@ class _Formula:
             variance = variance * count / (count - 1) if count > 1 else variance
         below = np.sqrt(variance + f["eps"]) if f["place"] == "yes" else np.sqrt(variance) + f["eps"]
         normalised = (x if f["mean"] == "yes" else self.x) / below
-        scale, bias = self.owners[f["owner"]]
+        scale, bias = self.owners[f["scale of"]][0], self.owners[f["bias of"]][1]
         scale, bias = (bias, scale) if f["affine"] == "exchanged" else (scale, bias)
         if f["affine"] in ("both", "scale", "exchanged"):
             normalised = normalised * (1.0 + scale if f["offset"] == "no" else scale)
@@ -178,9 +175,16 @@ def _solved_eps(formula: _Formula, result: np.ndarray) -> float | None:
     return float(f"{best:.1e}") if best > 0 else None
 
 
-def _batch_norm(case: Case) -> Explanation | None:
+def _statistics(case: Case) -> tuple[np.ndarray, np.ndarray] | None:
+    """Running mean and variance, where a module has them."""
+    mean = next((case.weights[n] for n in ("mean", "running_mean") if n in case.weights), None)
+    if mean is None:
+        return None
+    return mean, next((case.weights[n] for n in ("var", "running_var") if n in case.weights), np.ones_like(mean))
+
+
+def _batch_norm(case: Case, mean: np.ndarray, variance: np.ndarray) -> Explanation | None:
     x = case.x.astype(np.float64)
-    mean, variance = case.weights["mean"], case.weights.get("var", np.ones_like(case.weights["mean"]))
     places = [axis for axis in range(x.ndim) if x.shape[axis] == mean.size]
 
     def formula(f: Mapping[str, Any]) -> np.ndarray | None:
@@ -251,7 +255,7 @@ def _solved_batch_eps(case: Case, x: np.ndarray, mean: np.ndarray, variance: np.
     if axis is None:
         return []
     rest = tuple(a for a in range(x.ndim) if a != axis)
-    scale = case.weights.get("scale", np.ones_like(mean))
+    scale = case.weights.get("scale", case.weights.get("weight", np.ones_like(mean)))
     shape = tuple(mean.size if a == axis else 1 for a in range(x.ndim))
     centred = (x - mean.reshape(shape)) * scale.reshape(shape)
     bias = case.weights.get("bias", np.zeros_like(mean)).reshape(shape)

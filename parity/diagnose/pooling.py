@@ -1,5 +1,6 @@
-"""Largest and mean values of windows, channels last: window, stride, padding, and whether padding counts."""
+"""Largest and mean values of windows, channels last or behind the batch: window, stride, padding, what counts."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,12 @@ def pooling(case: Case) -> Diagnosis | None:
     """A module without weights that makes a feature map smaller."""
     if not case.leaf or case.weights or len(case.given) != 1 or case.x.ndim not in (3, 4):
         return None
-    if case.expected.ndim != case.x.ndim or case.expected.shape[-1] != case.x.shape[-1]:
+    if case.expected.ndim != case.x.ndim or case.got.ndim != case.x.ndim:
+        return None
+    if case.expected.shape[-1] != case.x.shape[-1] and case.expected.shape[1] == case.x.shape[1]:
+        moved = [np.moveaxis(a, 1, -1) for a in (case.x, case.expected, case.got)]
+        case = dataclasses.replace(case, given=(moved[0],), expected=moved[1], got=moved[2])
+    if case.expected.shape[-1] != case.x.shape[-1]:
         return None
     x, rank = case.x.astype(np.float64), case.x.ndim - 2
 

@@ -80,7 +80,9 @@ def _of_weights(case: Case) -> Projections | None:
     projected = [x @ matrices[r][0] + matrices[r][1] for r, x in (("q", queries), ("k", keys), ("v", values))]
     kernel, bias = matrices["out"]
     q, k, v = projected
-    return Projections(q, k, v, heads, lambda merged: merged @ kernel + bias)
+    alike = all(array.shape == queries.shape and np.array_equal(array, queries) for array in (keys, values))
+    fused = np.concatenate(projected, axis=-1) if alike and "in_proj_weight" in case.weights else None
+    return Projections(q, k, v, heads, lambda merged: merged @ kernel + bias, fused)
 
 
 def _output(case: Case) -> Callable[[np.ndarray], np.ndarray] | None:

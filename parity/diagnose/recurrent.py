@@ -19,6 +19,7 @@ FORGET = kind("forget bias", "1 added to the forget gate")
 GATE = kind("gate activation", "another function of a gate or of the cell")
 DIRECTION = kind("sequence direction", "a sequence read backwards, or its result not turned back")
 CARRY = kind("recurrent state not carried", "every step starts from zeros")
+RETURNED = kind("recurrent state returned", "the cell's state returned for the hidden one")
 TIME = kind("time axis", "the batch taken for the time")
 
 LETTERS = {4: "ifgo", 3: "rzn", 1: "n"}
@@ -32,8 +33,8 @@ FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def recurrent(case: Case) -> Diagnosis | None:
-    """A module that is given a sequence, and has a kernel for the input and one for the state."""
-    if case.child or not case.given or case.x.ndim != 3 or case.expected.ndim != 3:
+    """A module with a kernel for the input and one for the state, given a sequence, or a step and a state."""
+    if case.child or not case.given or case.expected.ndim not in (2, 3) or case.expected.ndim != case.x.ndim:
         return None
     cell = _Cell.of(case)
     if cell is None:
@@ -46,21 +47,11 @@ def recurrent(case: Case) -> Diagnosis | None:
         Factor("order", ORDER, words, what="order of gates", also_right=len(orders), fix="order the gates {reference}"),
         Factor(
             "bias",
-            lambda r, p: BIAS if 0.0 in (r, p) else BIAS_TWICE,
-            (Option(1.0, "added once"), Option(0.0, "left out"), Option(2.0, "added twice")),
+            lambda r, p: BIAS_TWICE if "twice" in (r, p) else BIAS,
+            tuple(Option(v, w) for v, w in _BIASES),
             what="bias",
             fix="the bias must be {reference}",
         ),
-        Factor(
-            "forget",
-            FORGET,
-            (Option(0.0, "0"), Option(1.0, "1")),
-            what="constant of the forget gate",
-            also_right=1,
-            fix="add {reference} to the forget gate",
-        )
-        if count == 4
-        else Factor("forget", FORGET, (Option(0.0, "0"),)),
         Factor(
             "inner",
             GATE,
@@ -100,6 +91,25 @@ def recurrent(case: Case) -> Diagnosis | None:
             fix="run over {reference}",
         ),
     ]
+    if count == 4:
+        factors += [
+            Factor(
+                "forget",
+                FORGET,
+                (Option(0.0, "0"), Option(1.0, "1"), Option(-1.0, "-1")),
+                what="constant of the forget gate",
+                also_right=2,
+                fix="add {reference} to the forget gate",
+            ),
+            Factor(
+                "returned",
+                RETURNED,
+                (Option("h", "the hidden state"), Option("c", "the cell's")),
+                what="state",
+                free=True,
+                fix="return {reference}",
+            ),
+        ]
     if count == 3:
         factors += [
             Factor(
@@ -123,55 +133,64 @@ def recurrent(case: Case) -> Diagnosis | None:
     return None if found is None else found.diagnosis(case.module)
 
 
+_BIASES = (
+    ("both", "the input's and the state's"),
+    ("input", "the input's alone"),
+    ("state", "the state's alone"),
+    ("none", "left out"),
+    ("twice", "added twice"),
+)
+
+
 class _Cell:
-    def __init__(
-        self,
-        x: np.ndarray,
-        of_input: list[np.ndarray],
-        of_state: list[np.ndarray],
-        biases: list[np.ndarray],
-        state_bias: np.ndarray,
-    ):
-        self.x, self.of_input, self.of_state = x.astype(np.float64), of_input, of_state
-        self.biases, self.state_bias = biases, state_bias
-        self.width = of_state[0].shape[0]
+    def __init__(self, case: Case, of_input: list[np.ndarray], of_state: list[np.ndarray]):
+        self.of_input, self.of_state = of_input, of_state
+        self.width, self.count = of_state[0].shape[0], len(of_state)
+        self.biases = {side: self._bias(case, side) for side in "ih"}
+        arrays = [a.astype(np.float64) for a in case.given]
+        self.steps = case.expected.ndim == 3
+        if self.steps:
+            self.x, self.state = arrays[0], [a[0] if a.ndim == 3 else a for a in arrays[1:]]
+        else:
+            first = next((i for i, a in enumerate(arrays) if a.shape[-1] == of_input[0].shape[0]), 0)
+            self.x, self.state = arrays[first][:, None], arrays[:first] + arrays[first + 1 :]
 
     @staticmethod
     def of(case: Case) -> "_Cell | None":
-        width, features = case.expected.shape[-1], case.x.shape[-1]
+        width = case.expected.shape[-1]
         kernels = {n: a for n, a in case.weights.items() if a.ndim == 2}
-        inputs = {n: _as_in_out(a, features, width) for n, a in kernels.items() if _side(n) == "i"}
-        states = {n: _as_in_out(a, width, width) for n, a in kernels.items() if _side(n) == "h"}
-        of_input, of_state = _blocks(inputs, width), _blocks(states, width)
-        if of_input is None or of_state is None or len(of_input) != len(of_state) or len(of_input) not in LETTERS:
-            return None
-        count = len(of_input)
-        total = [np.zeros(width) for _ in range(count)]
-        last_of_state = np.zeros(width)
-        for side in "ih":
-            vectors = {n: a[None, :] for n, a in case.weights.items() if a.ndim == 1 and _side(n) == side}
-            blocks = _blocks(vectors, width)
-            if blocks is None or len(blocks) != count:
-                continue
-            for i, block in enumerate(blocks):
-                if side == "h" and count == 3 and i == 2:
-                    last_of_state = block[0]  # inside the reset gate's reach
-                else:
-                    total[i] = total[i] + block[0]
-        return _Cell(case.x, of_input, of_state, total, last_of_state)
+        widths = dict.fromkeys(array.shape[-1] for array in case.given)
+        for features in widths:
+            inputs = {n: _as_in_out(a, features, width) for n, a in kernels.items() if _side(n) == "i"}
+            states = {n: _as_in_out(a, width, width) for n, a in kernels.items() if _side(n) == "h"}
+            of_input, of_state = _blocks(inputs, width), _blocks(states, width)
+            fits = of_input is not None and of_state is not None and of_input[0].shape[0] == features
+            if of_input and of_state and fits and len(of_input) == len(of_state) and len(of_input) in LETTERS:
+                return _Cell(case, of_input, of_state)
+        return None
+
+    def _bias(self, case: Case, side: str) -> list[np.ndarray]:
+        vectors = {n: a[None, :] for n, a in case.weights.items() if a.ndim == 1 and _side(n) == side}
+        blocks = _blocks(vectors, self.width)
+        if blocks is None or len(blocks) != self.count:
+            return [np.zeros(self.width)] * self.count
+        return [block[0] for block in blocks]
 
     def run(self, f: Mapping[str, Any]) -> np.ndarray | None:
-        letters = LETTERS[len(self.of_input)]
+        letters = LETTERS[self.count]
         place = {letter: f["order"].index(letter) for letter in letters}
         x = self.x if f["time"] == 1 else self.x.swapaxes(0, 1)
         x = x[:, ::-1] if f["direction"] != "on" else x
-        h = c = np.zeros((x.shape[0], self.width))
+        zeros = np.zeros((x.shape[0], self.width))
+        h, c = [*self.state, zeros, zeros][:2] if all(a.shape == zeros.shape for a in self.state) else (zeros, zeros)
         steps = []
         for t in range(x.shape[1]):
             if f["carry"] == "no":
-                h = c = np.zeros_like(h)
+                h = c = zeros
             h, c = self._step(x[:, t], h, c, place, f)
-            steps.append(h)
+            steps.append(c if f.get("returned") == "c" else h)
+        if not self.steps:
+            return steps[-1]
         result = np.stack(steps, axis=1)
         result = result[:, ::-1] if f["direction"] == "back, turned" else result
         return result if f["time"] == 1 else result.swapaxes(0, 1)
@@ -179,24 +198,30 @@ class _Cell:
     def _step(
         self, x: np.ndarray, h: np.ndarray, c: np.ndarray, place: Mapping[str, int], f: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray]:
+        times = 2.0 if f["bias"] == "twice" else 1.0
+        bias = {
+            side: [times * b if f["bias"] in wanted else 0.0 * b for b in self.biases[side]]
+            for side, wanted in (("i", ("both", "input", "twice")), ("h", ("both", "state", "twice")))
+        }
+
         def given(letter: str) -> np.ndarray:
-            i = place[letter]
-            return np.asarray(x @ self.of_input[i] + f["bias"] * self.biases[i])
+            return np.asarray(x @ self.of_input[place[letter]] + bias["i"][place[letter]])
+
+        def kept(letter: str) -> np.ndarray:
+            return np.asarray(h @ self.of_state[place[letter]] + bias["h"][place[letter]])
 
         sigmoid, inner, outer = FUNCTIONS["sigmoid"], FUNCTIONS[f["inner"]], FUNCTIONS[f["outer"]]
-        if len(place) == 4:
-            i, o = (sigmoid(given(letter) + h @ self.of_state[place[letter]]) for letter in "io")
-            forget = sigmoid(given("f") + h @ self.of_state[place["f"]] + f["forget"])
-            c = forget * c + i * inner(given("g") + h @ self.of_state[place["g"]])
+        if self.count == 4:
+            i, o = (sigmoid(given(letter) + kept(letter)) for letter in "io")
+            forget = sigmoid(given("f") + kept("f") + f["forget"])
+            c = forget * c + i * inner(given("g") + kept("g"))
             return o * outer(c), c
-        if len(place) == 3:
-            r, z = (sigmoid(given(letter) + h @ self.of_state[place[letter]]) for letter in "rz")
-            last = self.of_state[place["n"]]
-            bias = f["bias"] * self.state_bias
-            recurrent = r * (h @ last + bias) if f["reset"] == "after" else (r * h) @ last + bias
-            n = inner(given("n") + recurrent)
+        if self.count == 3:
+            r, z = (sigmoid(given(letter) + kept(letter)) for letter in "rz")
+            before = (r * h) @ self.of_state[place["n"]] + bias["h"][place["n"]]
+            n = inner(given("n") + (r * kept("n") if f["reset"] == "after" else before))
             return (z * h + (1 - z) * n if f["update"] == "z h" else (1 - z) * h + z * n), c
-        return inner(given("n") + h @ self.of_state[0]), c
+        return inner(given("n") + kept("n")), c
 
 
 def _side(name: str) -> str:

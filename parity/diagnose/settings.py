@@ -9,13 +9,14 @@ from parity.diagnose.attention import NUM_HEADS
 from parity.diagnose.between import ACTIVATION, GELU, NORM_EXTRA, NORM_ORDER
 from parity.diagnose.convolution import DILATION, PADDING, STRIDE
 from parity.diagnose.diagnosis import Diagnosis, kind
+from parity.diagnose.group_norm import GROUPS
 from parity.diagnose.linear import BIAS
 from parity.diagnose.loss import SMOOTHING
 from parity.diagnose.masks import LOOK_AHEAD_MISSING as LOOK_AHEAD
 from parity.diagnose.masks import WINDOW
 from parity.diagnose.norm import EPS, is_norm
 from parity.diagnose.norm import MISSING as NORM_MISSING
-from parity.diagnose.positions import LAYOUT, OFFSET
+from parity.diagnose.positions import DIVISOR, LAYOUT, OFFSET
 from parity.diagnose.rotary import BASE as ROTARY_BASE
 
 MOMENTUM = kind(
@@ -27,7 +28,6 @@ EXTRA = kind("parameter extra", "a parameter that only the port has")
 MISSING = kind("parameter missing", "a parameter that only the reference has")
 SHAPE = kind("parameter shape", "a parameter of another shape")
 TIED = kind("tied on one side only", "one tensor on one side, two on the other")
-GROUPS = kind("number of groups", "another number of groups of a group norm or a convolution")
 AMBIGUOUS = kind("mapping ambiguous", "a tensor that two rules take, or that is given twice")
 SETTING = kind("setting", "another hyper-parameter, read off the modules")
 
@@ -92,6 +92,8 @@ def _setting(failure: Comparison) -> Diagnosis | None:
     reference, port = values.groups()
     setting = setting.rpartition(".")[2]
     name = KINDS.get(setting, SETTING)
+    if name == LAYOUT and "half" in reference + port:
+        name = DIVISOR
     if name == ACTIVATION and "gelu" in reference and "gelu" in port:
         name = GELU
     sentence = f"The port's {setting} of {module or 'the model'} is {port}, the reference's {reference}"
