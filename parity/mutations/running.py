@@ -85,8 +85,8 @@ def _only_unwatched(original: Method) -> Method:
 
 
 def _of_neighbours(original: Method) -> Method:
-    """A row's result depends on how many rows there are, as of a mean over the batch that one device sees."""
-    return lambda self, x: original(self, x) * (1 + 1e-6 * (x.shape[0] != 4))
+    """A row that is alone gives something else, as of a mean over the batch that one device sees."""
+    return lambda self, x: original(self, x) * (1 + 1e-6 * (x.shape[0] == 1))
 
 
 def _step(name: str, description: str, make: Callable[[Method], Method]) -> Kind:

@@ -153,6 +153,14 @@ def test_float32_is_not_compared_after_a_float64_failure_nor_is_what_comes_after
     assert [rung.status for rung in outcome.rungs if rung.name in ("loss", "gradients")] == ["not reached"] * 2
 
 
+def test_without_an_explanation_it_still_fails() -> None:
+    outcome = check(make_pair(PortWithAnotherActivation), explain=False)
+    assert not outcome.passed
+    assert outcome.failed
+    assert outcome.first_difference is None
+    assert outcome.diagnosis is None
+
+
 def test_with_keep_going_the_later_rungs_are_climbed_too() -> None:
     outcome = check(make_pair(PortWithAnotherActivation), keep_going=True)
     assert [rung.name for rung in outcome.failed] == ["forward", "loss", "gradients"]
