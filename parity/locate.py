@@ -5,7 +5,9 @@ handing each module of the port the reference's own inputs (see follow.py).
 """
 
 import dataclasses
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,8 +83,19 @@ def locate(runs: Runs, failed: Rung | None) -> tuple[Location | None, Any]:
     found = _found(runs, failed)
     if found is None:
         return None, None
-    diagnosis = diagnose(runs, failed, found.location.module, found.case, called=found.called)
+    try:
+        diagnosis = diagnose(runs, failed, found.location.module, found.case, called=found.called)
+    except Exception as error:  # a suspect's own fault must not cost the user the report
+        return _undiagnosed(found.location, error), None
     return _refined(found.location, diagnosis, runs), diagnosis
+
+
+def _undiagnosed(location: Location, error: Exception) -> Location:
+    """The location, with the word that the diagnosis broke off."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    broken = f"the diagnosis ended in {type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
+    explanation = "; ".join(part for part in (location.explanation, broken) if part)
+    return dataclasses.replace(location, explanation=explanation)
 
 
 def _refined(location: Location, diagnosis: Diagnosis | None, runs: Runs) -> Location:

@@ -58,7 +58,8 @@ def explain_backward(
             return None
         found.append(place)
         wrong = search.wrong(found)
-    return None if wrong else _said([search.widened(i, found) for i in range(len(found))])
+    # Nothing was wrong from the start where the gradients differ by less than is searched for here.
+    return None if wrong or not found else _said([search.widened(i, found) for i in range(len(found))])
 
 
 class _Search:

@@ -256,6 +256,18 @@ def test_a_users_suspect_explains_what_no_other_does() -> None:
     assert str(report.diagnosis) == "the port takes a sine there; fix: return the sum itself."
 
 
+def test_a_suspect_that_fails_costs_its_diagnosis_not_the_report() -> None:
+    def broken(case: Any) -> None:
+        raise KeyError("no such weight")
+
+    report = ladder.check(pair(norm_eps(1), suspects=(broken,)), rungs=("weights", "forward"))
+    assert [rung.name for rung in report.failed] == ["forward"]
+    assert report.first_difference is not None
+    assert report.first_difference.module == "blocks.1.norm"
+    assert "the diagnosis ended in KeyError: 'no such weight' (test_locate.py" in report.first_difference.explanation
+    assert report.diagnosis is None
+
+
 def test_weights_are_exchanged_where_the_formula_is_unknown() -> None:
     """A module of the user's own, whose matrix is square and not transposed."""
 
