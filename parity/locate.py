@@ -93,7 +93,9 @@ def locate(runs: Runs, failed: Rung | None) -> tuple[Location | None, Any]:
 def _undiagnosed(location: Location, error: Exception) -> Location:
     """The location, with the word that the diagnosis broke off."""
     where = traceback.extract_tb(error.__traceback__)[-1]
-    broken = f"the diagnosis ended in {type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
+    broken = (
+        f"the diagnosis ended in {type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
+    )
     explanation = "; ".join(part for part in (location.explanation, broken) if part)
     return dataclasses.replace(location, explanation=explanation)
 

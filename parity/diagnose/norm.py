@@ -31,6 +31,29 @@ def is_norm(name: str, type_name: str = "") -> bool:
     return "norm" in type_name.lower() or any(part in last for part in NAMES)
 
 
+def _yes(usual: str, other: str) -> tuple[Option, Option]:
+    return Option("yes", usual), Option("no", other)
+
+
+_AFFINE = (
+    ("both", "both applied"),
+    ("scale", "the scale alone"),
+    ("bias", "the bias alone"),
+    ("neither", "left out"),
+    ("exchanged", "exchanged"),
+)
+PLACE_OF_EPS = Factor(
+    "place", EPS_PLACE, _yes("inside the square root", "outside the square root"), what="eps", fix="add eps {reference}"
+)
+SCALE_AND_BIAS = Factor(
+    "affine",
+    AFFINE,
+    tuple(Option(v, w) for v, w in _AFFINE),
+    what="scale and bias",
+    fix="scale and bias must be {reference}",
+)
+
+
 def norm(case: Case) -> Diagnosis | None:
     """Any module that has as many parameters as features, or the name of a norm."""
     if not case.leaf or not case.given or case.expected.shape != case.x.shape:
@@ -61,13 +84,7 @@ def _layer_norm(case: Case) -> Explanation | None:
             also_right=1,
             fix="the mean must be {reference}",
         ),
-        Factor(
-            "place",
-            EPS_PLACE,
-            _yes("inside the square root", "outside the square root"),
-            what="eps",
-            fix="add eps {reference}",
-        ),
+        PLACE_OF_EPS,
         Factor(
             "n",
             VARIANCE,
@@ -75,13 +92,7 @@ def _layer_norm(case: Case) -> Explanation | None:
             what="variance",
             fix="take the variance {reference}",
         ),
-        Factor(
-            "affine",
-            AFFINE,
-            tuple(Option(v, w) for v, w in _AFFINE),
-            what="scale and bias",
-            fix="scale and bias must be {reference}",
-        ),
+        SCALE_AND_BIAS,
         Factor(
             "offset",
             OFFSET,
@@ -96,15 +107,6 @@ def _layer_norm(case: Case) -> Explanation | None:
         Factor("skip", MISSING, _yes("applied", "left out"), what="norm", fix="apply the norm"),
     )
     return explain(formula, factors, expected=case.expected, got=case.got)
-
-
-_AFFINE = (
-    ("both", "both applied"),
-    ("scale", "the scale alone"),
-    ("bias", "the bias alone"),
-    ("neither", "left out"),
-    ("exchanged", "exchanged"),
-)
 
 
 class _Formula:
@@ -145,10 +147,6 @@ def _affine(weights: Mapping[str, np.ndarray], prefix: str, width: int) -> tuple
 
 def _axes(axis: Any, ndim: int) -> tuple[int, ...]:
     return tuple(a % ndim for a in (axis if isinstance(axis, tuple) else (axis,)))
-
-
-def _yes(usual: str, other: str) -> tuple[Option, Option]:
-    return Option("yes", usual), Option("no", other)
 
 
 def _eps_options(case: Case, formula: _Formula) -> tuple[Option, ...]:
@@ -231,20 +229,8 @@ def _batch_norm(case: Case, mean: np.ndarray, variance: np.ndarray) -> Explanati
         Factor(
             "statistics", RUNNING, tuple(Option(v, w) for v, w in statistics), what="statistics", fix="use {reference}"
         ),
-        Factor(
-            "place",
-            EPS_PLACE,
-            _yes("inside the square root", "outside the square root"),
-            what="eps",
-            fix="add eps {reference}",
-        ),
-        Factor(
-            "affine",
-            AFFINE,
-            tuple(Option(v, w) for v, w in _AFFINE),
-            what="scale and bias",
-            fix="scale and bias must be {reference}",
-        ),
+        PLACE_OF_EPS,
+        SCALE_AND_BIAS,
         Factor("skip", MISSING, _yes("applied", "left out"), what="norm", fix="apply the norm"),
     )
     return explain(formula, factors, expected=case.expected, got=case.got)

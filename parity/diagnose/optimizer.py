@@ -28,6 +28,28 @@ BETA2 = (0.999, 0.98, 0.99, 0.95, 0.997, 0.9)
 EPSILONS = (1e-8, 1e-9, 1e-6, 1e-7, 1e-10, 1e-5, 1e-3, 1e-12, 0.0)
 DECAYS = (0.0, 0.01, 0.1, 1e-3, 1e-4, 0.05, 5e-4)
 
+OF_ANY_RULE = (
+    Factor(
+        "state",
+        STATE,
+        (
+            Option("kept", "kept from step to step"),
+            Option("lost", "new in every step"),
+            Option("moments lost", "kept in its count alone"),
+        ),
+        what="state",
+        fix="hand on the optimizer's state from step to step",
+    ),
+    Factor(
+        "sign",
+        SIGN,
+        (Option(-1.0, "against the gradient"), Option(1.0, "along the gradient")),
+        what="update",
+        fix="step {reference}",
+    ),
+)
+"""What goes wrong in Adam and in SGD alike."""
+
 
 def explain_optimizer(evidence: Mapping[str, Any]) -> Diagnosis | None:
     """`gradients`, `reference` and `port`: arrays of each step; `weights` before the first."""
@@ -119,24 +141,7 @@ def _adam(rates: Sequence[float], *, decay: bool) -> list[Factor]:
             what="bias correction",
             fix="correct the bias {reference}",
         ),
-        Factor(
-            "state",
-            STATE,
-            (
-                Option("kept", "kept from step to step"),
-                Option("lost", "new in every step"),
-                Option("moments lost", "kept in its count alone"),
-            ),
-            what="state",
-            fix="hand on the optimizer's state from step to step",
-        ),
-        Factor(
-            "sign",
-            SIGN,
-            (Option(-1.0, "against the gradient"), Option(1.0, "along the gradient")),
-            what="update",
-            fix="step {reference}",
-        ),
+        *OF_ANY_RULE,
         Factor(
             "exchanged",
             BETAS,
@@ -244,24 +249,7 @@ def _sgd(gradients: Sequence[np.ndarray], expected: np.ndarray, got: np.ndarray)
             what="weight decay",
             fix="weight decay must be {reference}",
         ),
-        Factor(
-            "state",
-            STATE,
-            (
-                Option("kept", "kept from step to step"),
-                Option("lost", "new in every step"),
-                Option("moments lost", "kept in its count alone"),
-            ),
-            what="state",
-            fix="hand on the optimizer's state from step to step",
-        ),
-        Factor(
-            "sign",
-            SIGN,
-            (Option(-1.0, "against the gradient"), Option(1.0, "along the gradient")),
-            what="update",
-            fix="step {reference}",
-        ),
+        *OF_ANY_RULE,
     ]
 
 

@@ -20,7 +20,7 @@ from parity.rungs.forward import compare_all
 from parity.rungs.gradients import compare_traces
 from parity.runs import GATES, Runs, zero_among
 from parity.statistics import share_test
-from parity.tolerances import DROPOUT_FALSE_ALARM, EXACT_RULE, FLOAT64_RULE, INDEPENDENT_RULE, SHARE_RULE
+from parity.tolerances import DROPOUT_FALSE_ALARM, EXACT_RULE, FLOAT64_GRADIENTS_RULE, INDEPENDENT_RULE, SHARE_RULE
 from parity.trace import LOSS, Trace, module_of
 from parity.weights.variation import moved_by_a_rounding
 
@@ -41,7 +41,7 @@ def climb(runs: Runs) -> Outcome:
         raise NotComparedError("neither side has dropout, or statistics that training mode changes")
     port = _training(runs, "port", masks)
     exact = list(_compared(runs, reference, port))
-    sections = [section("training mode, the same masks", "float64", FLOAT64_RULE, exact)]
+    sections = [section("training mode, the same masks", "float64", FLOAT64_GRADIENTS_RULE, exact)]
     notes, evidence = list[str](), dict[str, Any]({"masks": masks})
     evidence["results"] = {"reference": reference.results, "port": port.results}
     if all(comparison.passed for comparison in exact):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from parity.compare import Comparison
 from parity.rungs import Section, section
@@ -21,13 +22,16 @@ def judged(
     again: Callable[[int], Errors] | None = None,
     redrawn: set[str] | None = None,
     rule: NarrowRule = FLOAT32,
+    floors: Errors = MappingProxyType({}),
 ) -> Section:
     """A section of every tensor and of all of them pooled. `again(k)` gives the reference's errors in further run k.
+
+    `floors`: of single tensors, where theirs are higher than the rule's.
 
     Where a tensor is beyond its bound, up to FLOAT32_DRAWS further runs of the reference are asked; their tensors are
     added to `redrawn` if that settles it.
     """
-    comparisons = first = list(against_float64(ours, theirs, rule=rule))
+    comparisons = first = list(against_float64(ours, theirs, rule=rule, floors=floors))
     failed = [c for c in comparisons if not c.passed]
     further: list[Errors] = []
     may_be_chance = all(math.isfinite(c.error) for c in failed)
@@ -42,13 +46,16 @@ def judged(
     return section(title, rule.precision, rule.sentence, comparisons)
 
 
-def against_float64(ours: Errors, theirs: Errors, *, rule: NarrowRule) -> Iterator[Comparison]:
+def against_float64(
+    ours: Errors, theirs: Errors, *, rule: NarrowRule, floors: Errors = MappingProxyType({})
+) -> Iterator[Comparison]:
     """The port's errors, judged by the reference's. Each tensor for itself, then all of them pooled."""
+    floors = {name: max(rule.floor, floors.get(name, 0.0)) for name in ours}
     for name, error in ours.items():
-        bound = max(rule.ratio * theirs[name], rule.floor)
+        bound = max(rule.ratio * theirs[name], floors[name])
         yield Comparison(tensor=name, error=error, bound=bound, reference=theirs[name])
     # Over many tensors chance evens out, so here the ratio alone decides; two tensors are not many.
-    pooled, floor = _root_mean_square(theirs), rule.floor / math.sqrt(max(1, len(theirs)))
+    pooled, floor = _root_mean_square(theirs), _root_mean_square(floors) / math.sqrt(max(1, len(floors)))
     bound = max(rule.ratio * pooled, floor)
     yield Comparison(tensor=POOLED, error=_root_mean_square(ours), bound=bound, reference=pooled)
 

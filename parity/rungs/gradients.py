@@ -4,6 +4,8 @@ A gradient that is zero in exact arithmetic, such as the key projection's bias (
 keys share), is rounding noise on both sides. It is judged by the scale of what was summed to it, and counted apart.
 """
 
+import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -13,13 +15,19 @@ from parity.rungs import Outcome, Section, float32, section
 from parity.rungs.forward import compare_all, label, labelled
 from parity.runs import Runs, zero_among
 from parity.tolerances import (
-    FLOAT64_RULE,
+    FLOAT32,
+    FLOAT64_GRADIENTS_RULE,
+    FLOAT64_RELATIVE,
     GRADIENTS_UNEQUAL_AFTER_ROUNDING,
+    OF_ALL_GRADIENTS,
     ROUNDING_RULE,
     ZERO_RULE,
+    gradient_floor,
     zero_noise,
 )
 from parity.trace import Trace
+
+FLOAT32_GRADIENTS = dataclasses.replace(FLOAT32, also=OF_ALL_GRADIENTS)
 
 
 def climb(runs: Runs) -> Outcome:
@@ -29,11 +37,11 @@ def climb(runs: Runs) -> Outcome:
     for number in range(len(runs.batches)):
         zero, summed = runs.zero_gradients(number), runs.summed(number)
         answer, port = runs.reference_gradients(number), runs.port("float64", number).gradients
-        bounds = runs.float64_gradient_bounds(number)
+        bounds = float64_bounds(answer, runs.float64_gradient_bounds(number))
         found = compare_all(_without(port, zero), _without(answer, zero), bounds=bounds)
         exact += labelled(found, runs, number)
         noise += labelled(_zeros(port, summed, zero=zero, dtype=runs.gradient_dtype(number)), runs, number)
-    sections = [section("gradients", "float64", FLOAT64_RULE, exact)]
+    sections = [section("gradients", "float64", FLOAT64_GRADIENTS_RULE, exact)]
     if noise:
         sections.append(section("gradients that are zero", "float64", ZERO_RULE, noise))
     if all(s.passed for s in sections):
@@ -45,8 +53,11 @@ def _rounded(runs: Runs) -> Section:
     identical = NOTHING_COMPARED
     for number in range(len(runs.batches)):
         answer, port = runs.reference_gradients(number), runs.port("float64", number).gradients
+        summed = runs.summed(number)
         for name in answer.keys() - runs.zero_gradients(number):
-            identical += identical_after_rounding(port[name], answer[name])
+            # Entries may be zero in exact arithmetic too, as of keys in a bias that queries and values share.
+            kept = np.maximum(np.abs(answer[name]), np.abs(port[name])) > _noise_of_entries(summed[name])
+            identical += identical_after_rounding(port[name][kept], answer[name][kept])
     runs.gradients_identical = identical
     bound = GRADIENTS_UNEQUAL_AFTER_ROUNDING
     if any(runs.float64_ends(number) is not None for number in range(len(runs.batches))):
@@ -63,6 +74,8 @@ def _float32(runs: Runs) -> Iterator[Section]:
             "gradients" + label(runs, number),
             gradient_errors(port, exact, zero),
             runs.reference_errors(number)[1],
+            rule=FLOAT32_GRADIENTS,
+            floors=floors(exact, "float32"),
             again=lambda draw, number=number: runs.reference_errors(number, draw)[1],  # type: ignore[misc]
             redrawn=runs.redrawn,
         )
@@ -71,12 +84,33 @@ def _float32(runs: Runs) -> Iterator[Section]:
             yield section("gradients that are zero", "float32", ZERO_RULE, noise)
 
 
-def compare_traces(runs: Runs, reference: Trace, port: Trace) -> Iterator[Comparison]:
+def compare_traces(
+    runs: Runs, reference: Trace, port: Trace, *, relative: float = FLOAT64_RELATIVE
+) -> Iterator[Comparison]:
     """Float64 gradients of any two runs; those that are zero in exact arithmetic by the noise they may be."""
     answer, summed = runs.gradients_in_port_layout(reference), runs.summed_in_port_layout(reference)
     zero = zero_among(answer, summed)
-    yield from compare_all(_without(port.gradients, zero), _without(answer, zero))
+    bounds = float64_bounds(answer, dict.fromkeys(answer, relative))
+    yield from compare_all(_without(port.gradients, zero), _without(answer, zero), bounds=bounds)
     yield from _zeros(port.gradients, summed, zero=zero, dtype=np.float64)
+
+
+def floors(gradients: Mapping[str, np.ndarray], precision: str) -> dict[str, float]:
+    """Relative error of each that the rounding of all of them together may be."""
+    own = {name: norm(gradient) for name, gradient in gradients.items()}
+    together = math.sqrt(sum(size * size for size in own.values()))
+    return {name: gradient_floor(size, together, precision) for name, size in own.items()}
+
+
+def float64_bounds(gradients: Mapping[str, np.ndarray], bounds: Mapping[str, float]) -> dict[str, float]:
+    """The bounds on float64 gradients, loosened for those that are small beside the others."""
+    least = floors(gradients, "float64")
+    return {name: max(bounds.get(name, FLOAT64_RELATIVE), floor) for name, floor in least.items()}
+
+
+def _noise_of_entries(summed: np.ndarray) -> np.ndarray:
+    """Of a bias, by what was summed to each entry; of anything else, by all gradients together."""
+    return np.asarray(zero_noise(1.0, np.float64) * summed)
 
 
 def gradient_errors(

@@ -1,5 +1,6 @@
 """Rung 17: both sides in bfloat16, each by its distance from the float64 answer."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -10,8 +11,8 @@ from parity.rungs import NotComparedError, Outcome, Section, float32
 from parity.rungs.forward import label
 from parity.rungs.gradients import gradient_errors
 from parity.runs import Errors, Runs
-from parity.tolerances import BFLOAT16
-from parity.trace import Trace
+from parity.tolerances import BFLOAT16, OF_LONG_SUMS, sum_floor
+from parity.trace import Trace, module_of
 
 UNIT = 2.0**-8
 """Spacing of bfloat16 numbers at 1."""
@@ -32,6 +33,7 @@ def climb(runs: Runs) -> Outcome:
         ours = _errors(runs, port, exact, number, of_port=True)
         names = runs.comparable(exact, port) | exact.results.keys()
         again = _further(runs, inputs, number)
+        least = [{}, _floors(runs, exact, number)]
         for kind, title in enumerate(("modules and results", "gradients")):
             kept = ours[kind].keys() & names if kind == 0 else ours[kind].keys()
             sections.append(
@@ -41,7 +43,8 @@ def climb(runs: Runs) -> Outcome:
                     {name: error for name, error in theirs[kind].items() if name in kept},
                     again=lambda draw, again=again, kind=kind: again(draw)[kind],  # type: ignore[misc]
                     redrawn=redrawn,
-                    rule=BFLOAT16,
+                    rule=dataclasses.replace(BFLOAT16, also=OF_LONG_SUMS) if kind else BFLOAT16,
+                    floors=least[kind],
                 )
             )
     notes = [f"judged by further runs of the reference: {', '.join(sorted(redrawn))}"] if redrawn else []
@@ -53,6 +56,20 @@ def _errors(runs: Runs, run: Trace, exact: Trace, batch: int, *, of_port: bool) 
     answer = runs.gradients_in_port_layout(exact)
     gradients = run.gradients if of_port else runs.gradients_in_port_layout(run)
     return runs.errors(run, exact), gradient_errors(gradients, answer, runs.zero_gradients(batch))
+
+
+def _floors(runs: Runs, exact: Trace, batch: int) -> Errors:
+    """Of gradients that are sums over the places of an output: the port's own rounding of them."""
+    sizes: dict[str, int] = {}
+    for name, output in exact.outputs.items():
+        sizes[module_of(name)] = sizes.get(module_of(name), 0) + output.size
+    floors: Errors = {}
+    for name, gradient in runs.reference_gradients(batch).items():
+        path = name.rpartition(".")[0]
+        size = sizes.get(runs.derived.modules.get(path, path), 0)
+        if gradient.ndim == 1 and size:
+            floors[name] = sum_floor(size / gradient.size)
+    return floors
 
 
 def _further(runs: Runs, inputs: Inputs, batch: int) -> Callable[[int], tuple[Errors, Errors]]:

@@ -16,8 +16,9 @@ from parity.compilation import jit, pmap
 from parity.pair import Inputs
 from parity.rungs import Outcome, Section, float32, section
 from parity.rungs.forward import compare_all
+from parity.rungs.gradients import FLOAT32_GRADIENTS, float64_bounds, floors
 from parity.runs import Runs
-from parity.tolerances import FLOAT64_RULE
+from parity.tolerances import FLOAT64_GRADIENTS_RULE
 from parity.trace import LOSS, OUTPUT, leaves
 
 Values = dict[str, np.ndarray]
@@ -29,8 +30,9 @@ def climb(runs: Runs) -> Outcome:
     exact, zero = runs.port("float64"), runs.zero_gradients(0)
     expected = _values(exact.results, exact.loss, exact.gradients, zero)
     modes = _Modes(runs)
+    bounds = float64_bounds(exact.gradients, {})
     sections = [
-        section(name, "float64", FLOAT64_RULE, compare_all(values, {key: expected[key] for key in values}))
+        section(name, "float64", FLOAT64_GRADIENTS_RULE, compare_all(values, _of(expected, values), bounds=bounds))
         for name, values in modes.run(inputs)
     ]
     if all(s.passed for s in sections):
@@ -50,7 +52,10 @@ def _untapped_float32(runs: Runs, inputs: Inputs, expected: Values) -> Section:
         further, further_gradients = runs.reference_errors(0, draw)
         return further | further_gradients
 
-    return float32.judged("untapped", ours, theirs, again=again, redrawn=runs.redrawn)
+    least = floors(runs.reference_gradients(0), "float32")
+    return float32.judged(
+        "untapped", ours, theirs, again=again, redrawn=runs.redrawn, rule=FLOAT32_GRADIENTS, floors=least
+    )
 
 
 class _Modes:
@@ -184,6 +189,10 @@ def _values(
 ) -> Values:
     values = dict(results) | {name: array for name, array in gradients.items() if name not in zero}
     return values if loss is None else values | {LOSS: np.asarray(loss)}
+
+
+def _of(expected: Values, values: Values) -> Values:
+    return {name: expected[name] for name in values}
 
 
 def _common_rows(inputs: Inputs) -> int | None:
