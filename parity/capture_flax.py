@@ -31,6 +31,7 @@ class _Options:
     training: bool = False
     masks: bool = False
     backward: bool = True
+    eager: bool = False
 
 
 class FlaxRunner:
@@ -117,6 +118,7 @@ class FlaxRunner:
         results: Sequence[str] = (),
         seed: int = 0,
         backward: bool = True,
+        eager: bool = False,
     ) -> Trace:
         """Runs with these weights, by the names of the port, in evaluation mode unless `training`.
 
@@ -126,11 +128,17 @@ class FlaxRunner:
         equal. `valid`: which leading positions of an output count in the loss of a pair that brings none. `results`:
         the reference's names for what the model returns, if it returns as many arrays under other names. `seed`: of the
         random numbers that the model draws by itself. `backward`: whether there are gradients; compiling them is most
-        of the work.
+        of the work. `eager`: operation by operation, without jit and without gradients.
 
         Raises ValueError that names masks without a place.
         """
-        options = _Options(tap=tap, training=training or masks is not None, masks=masks is not None, backward=backward)
+        options = _Options(
+            tap=tap,
+            training=training or masks is not None,
+            masks=masks is not None,
+            backward=backward and not eager,
+            eager=eager,
+        )
         with self.numerics():
             arrays, trained = self.cast(weights), self.trained()
             given = {
@@ -223,6 +231,8 @@ class FlaxRunner:
 
     def _run(self, options: _Options, given: Any) -> tuple[Any, Any]:
         """(values, tensor -> place where float32 enters), compiled once for each structure and shape."""
+        if options.eager:
+            return self._program(options, given), None
         arrays, structure = jax.tree.flatten(given)
         key = (options, structure, tuple((a.shape, a.dtype) for a in arrays))
         if key not in self._compiled:

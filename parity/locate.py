@@ -21,6 +21,7 @@ from parity.diagnose.diagnosis import Diagnosis
 from parity.diagnose.gradients import BACKWARD_KINDS
 from parity.diagnose.updates import departures
 from parity.follow import follow, local_differences
+from parity.locate_mode import first_in_mode
 from parity.pair import Inputs
 from parity.rungs import Rung
 from parity.rungs.adversarial import cases, probe_inputs
@@ -120,7 +121,13 @@ def _found(runs: Runs, failed: Rung) -> Found | None:
             if found is not None:
                 return found
         return Found(location=_beyond_outputs(runs, failed, runs.reference("float64")))
-    own = {"adversarial": _adversarial, "initialisation": _initial, "buffers": _table, "dropout": _in_training}
+    own = {
+        "adversarial": _adversarial,
+        "initialisation": _initial,
+        "buffers": _table,
+        "dropout": _in_training,
+        "modes": _in_mode,
+    }
     found = own[failed.name](runs, failed) if failed.name in own else None
     return found or _worst(failed)
 
@@ -165,6 +172,16 @@ def _in_training(runs: Runs, failed: Rung) -> Found | None:
         return None if nearest is None else Found(location=nearest)
     explanation = "; ".join(part for part in ("in training mode", found.location.explanation) if part)
     return dataclasses.replace(found, location=dataclasses.replace(found.location, explanation=explanation))
+
+
+def _in_mode(runs: Runs, failed: Rung) -> Found | None:
+    """The port's own module that the mode changes."""
+    section = next((section for section in failed.outcome.sections if section.failures), None)
+    found = None if section is None else first_in_mode(runs, section)
+    if section is None or found is None:
+        return None
+    explanation = f"{section.title}, against the port's own jitted run of the whole batch"
+    return Found(location=Location(module=module_of(found.call), error=found.error, explanation=explanation))
 
 
 def _worst(failed: Rung) -> Found | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -14,7 +15,7 @@ Masks = Mapping[str, np.ndarray]
 WANTED = 3_500_000
 """Elements of one rate, pooled: eight random bits, 26/256 for a rate of 0.1, are seen all but certainly."""
 
-MAX_DRAWS = 400
+MANY_DRAWS, FEW_DRAWS, MAX_DRAWS = 48, 16, 400
 MAX_SECONDS = 4.0
 """For each side's draws, beyond the first two."""
 
@@ -83,6 +84,16 @@ class Drawn:
     def repeating(self) -> frozenset[str]:
         """Sites that had the same mask in the first and the second draw."""
         return frozenset(name for name, s in self.sites.items() if 0 < s.kept < s.size and s.digests[0] == s.digests[1])
+
+
+def batches_a_draw(first: Masks, rates: Mapping[str, float]) -> int:
+    """How many times a batch is put into one draw, so that a few dozen draws are enough; 1 where they are anyway."""
+    counts: dict[float, int] = {}
+    for name, mask in first.items():
+        if name in rates:
+            counts[rates[name]] = counts.get(rates[name], 0) + mask.size
+    draws = WANTED / max(1, min(counts.values(), default=WANTED))
+    return 1 if draws <= MANY_DRAWS else math.ceil(draws / FEW_DRAWS)
 
 
 def draw(masks_of: Callable[[int], Masks], rates: Mapping[str, float], *, wanted: int = WANTED) -> Drawn:

@@ -87,6 +87,7 @@ class Runs(Sides):
         handed: Mapping[str, list[np.ndarray]] | None = None,
         seed: int = 0,
         backward: bool = True,
+        eager: bool = False,
     ) -> Trace:
         """A run that is not kept; `weights` by the port's names, `masks` by the sites' names in the reference."""
         weights = self.port_weights if weights is None else weights
@@ -102,6 +103,7 @@ class Runs(Sides):
             results=self._names_of_arrays.get(OUTPUT, ()),
             seed=seed,
             backward=backward,
+            eager=eager,
         )
         trace = self.framework_calls.apply(self.names.apply(trace), self._names_of_arrays)
         trace, calls = by_position(trace, self._names_of_arrays)

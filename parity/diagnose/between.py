@@ -49,7 +49,8 @@ ACTIVATION_ADDED = kind("activation added", "an activation function that only th
 ACTIVATION_TWICE = kind("activation applied twice", "an activation function that the port applies twice")
 SOFTMAX_AXIS = kind("softmax axis", "a softmax over another axis")
 AXES = kind("axes in another order", "elements in another order: axes exchanged, flattened in another order")
-SHIFT = kind("shifted by one", "shifted, reversed or cut along an axis")
+SHIFT = kind("shifted by one", "shifted or cut along an axis")
+DIRECTION = kind("sequence direction", "a sequence read backwards, or its result not turned back")
 POOLING = kind("pooling", "another summary over an axis: mean, sum, largest, first or last")
 TERM = kind("term missing", "a sum that lacks one of its terms, or has one too many")
 GATE_EXCHANGED = kind("gate and value exchanged", "of two factors the other one goes through the activation")
@@ -154,7 +155,7 @@ class _Difference:
         names = [[name.partition(f" {REVERSED}")[0] for name in side.leaves] for side in (self.reference, self.port)]
         if self.reference.form == "product":
             return GATE_EXCHANGED if sorted(names[0]) == sorted(names[1]) else WRONG_INPUT
-        return SHIFT if names[0] == names[1] else CONCATENATION
+        return DIRECTION if names[0] == names[1] else CONCATENATION
 
     def _terms_kind(self) -> str:
         reference, port = self.reference, self.port
@@ -192,7 +193,9 @@ class _Difference:
         if "zeros" in (self.reference.form, self.port.form):
             return TERM
         details = f"{self.reference.detail} {self.port.detail}"
-        if re.search("shift|revers|\\[", details):
+        if REVERSED in details:
+            return DIRECTION
+        if re.search("shift|\\[", details):
             return SHIFT
         if re.search("averaged|summed|largest|first|last", details):
             return POOLING

@@ -54,7 +54,10 @@ def _ends(expected: np.ndarray, got: np.ndarray) -> Diagnosis | None:
     fill = min(expected.min(), got.min())
     for name, stopped, which in ((EARLY, got, "the port"), (LATE, expected, "the reference")):
         # Once it has stopped, there is nothing but padding.
-        if all((stopped[row, start:] == fill).all() for row, start in zip(rows, first, strict=True)):
+        filled = all((stopped[row, start:] == fill).all() for row, start in zip(rows, first, strict=True))
+        # What goes on after its end has the same end: one id, right before the padding.
+        ends = {int(stopped[row, start - 1]) if start else None for row, start in zip(rows, first, strict=True)}
+        if filled and (name == EARLY or (len(ends) == 1 and not ends & {None, int(fill)})):
             sentence = f"From where the ids differ, {which} has nothing but {int(fill)}: it has stopped"
             return _said(name, sentence, "stop a sequence at the same id, and fill up with the same")
     return None

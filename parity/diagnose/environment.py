@@ -18,6 +18,7 @@ BUFFER = kind("buffer changed in evaluation", "running statistics that a run in 
 TABLE = kind("table rounded or computed otherwise", "a buffer that both sides work out for themselves")
 PER_DEVICE = kind("loss averaged per device", "means over devices that hold different numbers of tokens")
 WATCHED = kind("watching changes the values", "the port computes something else when nobody watches")
+ON_THE_BATCH = kind("depends on the batch", "what a row gives depends on the other rows of its device")
 EAGER = kind("eager differs from jit", "operation by operation it is another program")
 
 
@@ -77,6 +78,10 @@ def explain_modes(failed: Rung) -> Diagnosis | None:
         sentence = f"{section.title.capitalize()}: outputs are equal, {LOSS} and gradients are not"
         fix = "divide the sum of losses over all devices by the sum of tokens over all devices"
         return Diagnosis(kind=PER_DEVICE, module=section.title, sentence=sentence, fix=fix)
+    if section.title.startswith("pmap"):
+        sentence = f"{section.title.capitalize()}: what a row gives depends on how many others its device has"
+        fix = "in evaluation compute nothing over the batch: no mean, no statistics, no branch on its size"
+        return Diagnosis(kind=ON_THE_BATCH, module=section.title, sentence=sentence, fix=fix)
     known: Mapping[str, Any] = {
         "untapped": (WATCHED, "look for what depends on being traced, sown or captured"),
         "eager": (EAGER, "look for Python branches, numpy, and casts that only tracing decides"),

@@ -67,7 +67,7 @@ def explain_optimizer(evidence: Mapping[str, Any]) -> Diagnosis | None:
     for update in expected[:-1]:
         weights.append(weights[-1] + update)
     run = _Run(gradients, weights)
-    rates = _rates(gradients, expected, got)
+    rates = _rates(gradients, weights[0], expected, got)
     for factors in (_adam(rates, decay=False), _adam(rates, decay=True), _sgd(gradients, expected, got)):
         found: Explanation | None = explain(run, factors, expected=expected, got=got, unusual=0)
         if found is not None:
@@ -253,14 +253,23 @@ def _sgd(gradients: Sequence[np.ndarray], expected: np.ndarray, got: np.ndarray)
     ]
 
 
-def _rates(gradients: Sequence[np.ndarray], expected: np.ndarray, got: np.ndarray) -> list[float]:
-    """Adam's first step is the learning rate wherever the gradient is large."""
-    large = np.abs(gradients[0]) >= 0.1 * np.abs(gradients[0]).max()
-    found = [float(f"{float(np.median(np.abs(updates[0][large]))):.2g}") for updates in (expected, got)]
+def _rates(gradients: Sequence[np.ndarray], weights: np.ndarray, expected: np.ndarray, got: np.ndarray) -> list[float]:
+    """Adam's first step is the learning rate wherever the gradient is large, and what decays of the weight."""
+    first = gradients[0].ravel()
+    large = np.abs(first) >= 0.1 * np.abs(first).max()
+    measured = [float(np.median(np.abs(updates[0].ravel()[large]))) for updates in (expected, got)]
+    larger_than_eps = np.abs(first) >= 1e-4 * np.abs(first).max()
+    if larger_than_eps.sum() > 2:
+        terms = np.stack([np.sign(first), weights.ravel()], axis=-1)[larger_than_eps]
+        for updates in (expected, got):
+            rate, _ = np.linalg.lstsq(terms, -updates[0].ravel()[larger_than_eps])[0]
+            measured.append(abs(float(rate)))
+    found = [float(f"{rate:.2g}") for rate in measured]
     # An update that is the reference's times a number: to all its digits, for it need not be a round one.
     ratio = float(expected[0].ravel() @ got[0].ravel()) / max(float(expected[0].ravel() @ expected[0].ravel()), 1e-300)
     scaled = [found[0] * ratio] if abs(ratio) > 1e-6 else []
-    return [rate for rate in dict.fromkeys([*found, 1.0, *scaled]) if rate > 0]
+    rounder = [float(f"{rate:.1g}") for rate in found]
+    return [rate for rate in dict.fromkeys([*found, *rounder, 1.0, *scaled]) if rate > 0]
 
 
 class _Run:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from parity.mutations.planting import Kind, with_side
 from parity.pair import Pair
+from parity.runs import Runs
 
 
 def _drawn(name: str, description: str, ends: tuple[str, ...], change: Callable[[Any, int], Any]) -> Kind:
@@ -38,7 +39,11 @@ def _uniform(array: Any, seed: int) -> Any:
 
 
 def _trained_names(pair: Pair) -> list[str]:
-    return [] if pair.port.training is None or pair.port.initial is None else list(pair.port.initial(0))
+    """All but those whose gradient is zero in exact arithmetic, as of a bias of keys: there is nothing to update."""
+    if pair.port.training is None or pair.port.initial is None:
+        return []
+    zero = Runs(pair).zero_gradients(0)
+    return [name for name in pair.port.initial(0) if name not in zero]
 
 
 def _step(pair: Pair, change: Callable[[Any, Any], Any]) -> Pair:

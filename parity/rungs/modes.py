@@ -17,6 +17,7 @@ from parity.pair import Inputs
 from parity.rungs import Outcome, Section, float32, section
 from parity.rungs.forward import compare_all
 from parity.rungs.gradients import FLOAT32_GRADIENTS, float64_bounds, floors
+from parity.rungs.rows import common_rows, repeats, tiled
 from parity.runs import Runs
 from parity.tolerances import FLOAT64_GRADIENTS_RULE
 from parity.trace import LOSS, OUTPUT, leaves
@@ -88,18 +89,17 @@ class _Modes:
 
     def _several_devices(self, inputs: Inputs) -> Iterator[tuple[str, Values]]:
         devices = jax.devices()
-        rows = _common_rows(inputs)
+        rows = common_rows(inputs)
         if len(devices) < 2 or rows is None:
             why = "the inputs have no common batch axis" if rows is None else "there is one device only"
             self.notes.append(f"not compared on several devices: {why}")
             return
         count = len(devices)
-        # Whole batches again and again until every device has as many rows: no row is invented.
-        times = count // np.gcd(rows, count)
-        tiled = {name: np.concatenate([array] * times) for name, array in inputs.items()}
+        # Until every device has as many rows.
+        many = tiled(inputs, repeats(rows, count))
         for name, run in (("sharded", self._sharded), ("pmap", self._pmap)):
             try:
-                yield f"{name} over {count} devices", self._untiled(run(tiled, devices), rows)
+                yield f"{name} over {count} devices", self._untiled(run(many, devices), rows)
             except NotImplementedError as error:
                 self.notes.append(f"not compared under {name}: {error}")
 
@@ -193,11 +193,6 @@ def _values(
 
 def _of(expected: Values, values: Values) -> Values:
     return {name: expected[name] for name in values}
-
-
-def _common_rows(inputs: Inputs) -> int | None:
-    rows = {array.shape[0] if array.ndim else -1 for array in inputs.values()}
-    return rows.pop() if len(rows) == 1 and -1 not in rows else None
 
 
 def _host(arrays: Any) -> dict[str, np.ndarray]:

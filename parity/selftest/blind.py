@@ -13,7 +13,16 @@ from transformer_config import TransformerConfig
 
 PACKAGE = "flax_transformer"
 FORWARD = "forward and backward, batch"
-"""The programs that the first rungs run: a change of them is looked for there before the whole ladder is climbed."""
+FIRST_RUNGS: Mapping[str, tuple[str, ...]] = {
+    FORWARD: ("weights", "forward", "gradients"),
+    "forward and backward": ("weights", "adversarial"),
+    "masks": ("weights", "dropout"),
+    "dropout": ("weights", "dropout"),
+    "decoding": ("weights", "decoding"),
+    "initial values": ("initialisation",),
+}
+"""What the name of a program begins with -> the rungs that run it: a change of it is looked for there before the whole
+ladder is climbed."""
 CPU_SECONDS = 600
 """Limit of a mutant. Most are noticed within 10; one that passes is checked on up to nine variants, 20 to 60 each."""
 
@@ -250,8 +259,9 @@ def _failed(name: str, change: str) -> str:
     """The rungs that a variant fails; empty if it passes all of them."""
     from parity import ladder
 
-    if change.startswith(FORWARD):
-        report = ladder.check(variant_pair(name), rungs=("weights", "forward", "gradients"), explain=False)
+    first = next((rungs for program, rungs in FIRST_RUNGS.items() if change.startswith(program)), ())
+    if first:
+        report = ladder.check(variant_pair(name), rungs=first, explain=False)
         if report.failed:
             return ", ".join(rung.name for rung in report.failed)
     report = ladder.check(variant_pair(name), explain=False)

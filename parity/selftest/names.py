@@ -266,5 +266,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "dropout key not folded": ("dropout mask repeated",),
     "gate and value exchanged": ("gate and value exchanged",),
     "wrong without jit": ("eager differs from jit",),
+    "depends on the batch": ("depends on the batch",),
     "wrong unless watched": ("watching changes the values",),
 }
