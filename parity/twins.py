@@ -3,19 +3,17 @@
 Deleting it leaves a working tool.
 """
 
-import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 
 import flax_transformer
-import torch_reference
 from flax_transformer.decoding import greedy as jax_greedy
 from flax_transformer.parameters import (
     abstract_model,
@@ -26,9 +24,8 @@ from flax_transformer.parameters import (
 )
 from parity.compilation import jit
 from parity.pair import Inputs, Pair, Precision, Side, Training
+from parity.twins_sites import RecordedSites, Sites
 from parity.weights.twins import twin_mapping
-from torch_reference import training as reference_training
-from torch_reference.decoding import greedy as torch_greedy
 from train.batching import encode_text, evaluation_batches, plan_buckets
 from train.config import BatchConfig, OptimizerConfig
 from train.corpus import ParallelText, load_corpus
@@ -79,56 +76,23 @@ def twin_pair(
 
 
 def _reference_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float) -> Side:
-    options = reference_training.TrainingOptions(**dataclasses.asdict(optimizer), label_smoothing=smoothing)
-    noam: dict[str, Any] = {
-        "d_model": config.d_model,
-        "warmup_steps": optimizer.warmup_steps,
-        "factor": optimizer.noam_factor,
-    }
-    sites = _Sites(config, _reference_sites)
+    """Where torch is not installed, one that cannot be built: a golden file stands in its place."""
+    reference = _reference_module()
+    return Side(build=_no_reference) if reference is None else reference.side(config, optimizer, smoothing=smoothing)
 
-    def build(precision: Precision, seed: int = 0) -> torch_reference.Transformer:
-        return torch_reference.Transformer(
-            _in_precision(config, precision), generator=torch.Generator().manual_seed(seed)
-        )
 
-    def loss(logits: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
-        sums = reference_training.label_smoothed_cross_entropy(
-            logits, inputs["tgt_out"], smoothing=smoothing, pad_id=config.pad_id
-        )
-        return sums.loss, sums.num_tokens
+def _reference_module() -> Any:
+    """None where torch is not installed."""
+    try:
+        return importlib.import_module("parity.twins_reference")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return None
 
-    def clip(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        parameters = {name: torch.nn.Parameter(torch.zeros_like(gradient)) for name, gradient in gradients.items()}
-        for name, parameter in parameters.items():
-            parameter.grad = gradients[name].clone()
-        reference_training.clip_by_global_norm(parameters.values(), optimizer.clip_norm)
-        return {name: cast(torch.Tensor, parameter.grad) for name, parameter in parameters.items()}
 
-    def step(state: Any, inputs: Mapping[str, Any], masks: Mapping[str, Any]) -> tuple[Any, float]:
-        batch = reference_training.Batch(inputs["src"], inputs["tgt_in"], inputs["tgt_out"])
-        dropout = [torch_reference.DropoutMasks(masks)]
-        return state, reference_training.train_step(state, [batch], options, dropout=dropout).loss
-
-    return Side(
-        build=build,
-        call=lambda module, inputs: module(inputs["src"], inputs["tgt_in"]),
-        loss=loss,
-        draw_dropout=lambda module, inputs, seed: sites.draw(inputs, torch_reference.DropoutSeed(seed)),
-        dropout_rates=lambda module, inputs: sites.rates(inputs),
-        call_with_dropout=lambda module, inputs, masks: module(
-            inputs["src"], inputs["tgt_in"], dropout=torch_reference.DropoutMasks(masks)
-        ),
-        clip=clip,
-        optimizer=lambda parameters: reference_training.adam(parameters, options),
-        schedule=lambda step: reference_training.noam_lr(step, **noam),
-        training=Training(
-            start=lambda module: reference_training.initial_state(module, options),
-            step=step,
-            parameters=lambda state: dict(state.model.named_parameters()),
-        ),
-        decode=lambda module, inputs: torch_greedy(module, inputs["src"], max_len=_decoded_len(config)),
-    )
+def _no_reference() -> Any:
+    raise ImportError("expected torch to be installed, to run the reference")
 
 
 def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float) -> Side:
@@ -136,10 +100,10 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
     noam = noam_schedule(d_model=config.d_model, warmup_steps=optimizer.warmup_steps, factor=optimizer.noam_factor)
     # When it is first called: a float64 model is only made where float64 is switched on.
     update = functools.cache(
-        lambda: jit(make_update(_in_precision(config, "float64"), optimizer, smoothing=smoothing), precision="float64")
+        lambda: jit(make_update(in_precision(config, "float64"), optimizer, smoothing=smoothing), precision="float64")
     )
-    sites = _Sites(config, _port_sites)
-    in_float32 = _in_precision(config, "float32")
+    sites = Sites(config, _port_sites)
+    in_float32 = in_precision(config, "float32")
     draw_parameters = jit(lambda key: initial_parameters(in_float32, key), precision="float64")
     draw = jit(lambda key, inputs: sites.draw(inputs, flax_transformer.DropoutKey(key)), precision="float64")
 
@@ -159,7 +123,7 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
         return state, metrics.loss
 
     return Side(
-        build=lambda precision: abstract_model(_in_precision(config, precision)),
+        build=lambda precision: abstract_model(in_precision(config, precision)),
         call=lambda module, inputs: module(inputs["src"], inputs["tgt_in"]),
         loss=loss,
         draw_dropout=lambda module, inputs, seed: draw(jax.random.key(seed), dict(inputs)),
@@ -172,76 +136,11 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
         optimizer=make_adam(optimizer, 1.0),
         schedule=lambda step: noam(step - 1),
         training=Training(start=start, step=step, parameters=lambda state: state.params),
-        decode=lambda module, inputs: jax_greedy(module, inputs["src"], max_len=_decoded_len(config)),
+        decode=lambda module, inputs: jax_greedy(module, inputs["src"], max_len=decoded_len(config)),
     )
 
 
-class _Sites:
-    """Where a twin draws dropout masks for inputs of one shape: how it comes to each site, its shape and its rate."""
-
-    def __init__(self, config: TransformerConfig, visit: Callable[..., None]):
-        # Attention in blocks draws tiles, and checkpointing calls everything twice; the sites are the same.
-        self.config = config.replace(attention="plain", gradient_checkpointing=False)
-        self.visit = visit
-        self._known: dict[Any, dict[str, _Site]] = {}
-
-    def of(self, inputs: Mapping[str, Any]) -> dict[str, "_Site"]:
-        """By name; the twin is run once for it."""
-        shapes = tuple(tuple(inputs[name].shape) for name in ("src", "tgt_in"))
-        if shapes not in self._known:
-            recorder = _RecordedSites({})
-            self.visit(self.config, shapes, recorder)
-            self._known[shapes] = recorder.sites
-        return self._known[shapes]
-
-    def draw(self, inputs: Mapping[str, Any], source: Any) -> dict[str, Any]:
-        """Every site's mask, by asking `source` for it in the way in which the twin does."""
-        masks = {}
-        for name, site in self.of(inputs).items():
-            at = source
-            for part in site.path:
-                at = at.at(part)
-            masks[name] = at.keep(site.shape, rate=site.rate)
-        return masks
-
-    def rates(self, inputs: Mapping[str, Any]) -> dict[str, float]:
-        """Share of zeros at each site."""
-        return {name: site.rate for name, site in self.of(inputs).items()}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Site:
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    rate: float
-
-
-class _RecordedSites:
-    """A DropoutSource of both twins that keeps everything and remembers where it was asked."""
-
-    def __init__(self, sites: dict[str, _Site], path: tuple[str, ...] = ()):
-        self.sites, self.path = sites, path
-
-    def at(self, name: str) -> "_RecordedSites":
-        return _RecordedSites(self.sites, (*self.path, name))
-
-    def keep(self, shape: tuple[int, ...], *, rate: float, device: Any = None) -> None:
-        name = ".".join(self.path)
-        if name in self.sites:
-            raise ValueError(f"expected one dropout mask for {name}, got a second")
-        self.sites[name] = _Site(self.path, tuple(shape), rate)
-
-    def keep_tile(self, *_: Any, **__: Any) -> None:
-        raise AssertionError("expected plain attention")
-
-
-def _reference_sites(config: TransformerConfig, shapes: tuple[tuple[int, ...], ...], recorder: _RecordedSites) -> None:
-    module = torch_reference.Transformer(config, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        module(*(torch.full(shape, config.eos_id, dtype=torch.int32) for shape in shapes), dropout=recorder)
-
-
-def _port_sites(config: TransformerConfig, shapes: tuple[tuple[int, ...], ...], recorder: _RecordedSites) -> None:
+def _port_sites(config: TransformerConfig, shapes: tuple[tuple[int, ...], ...], recorder: RecordedSites) -> None:
     model = abstract_model(config)
     ids = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     jax.eval_shape(
@@ -251,13 +150,24 @@ def _port_sites(config: TransformerConfig, shapes: tuple[tuple[int, ...], ...], 
     )
 
 
-def _in_precision(config: TransformerConfig, precision: Precision) -> TransformerConfig:
-    # In bfloat16 the model computes, its parameters stay float32.
+def in_precision(config: TransformerConfig, precision: Precision) -> TransformerConfig:
+    """In bfloat16 the model computes, its parameters stay float32."""
     return config.replace(dtype=precision, param_dtype="float64" if precision == "float64" else "float32")
 
 
-def _decoded_len(config: TransformerConfig) -> int:
+def decoded_len(config: TransformerConfig) -> int:
+    """Pieces that both decoders may give, as far as the positions reach."""
     return min(DECODED_LEN, config.sequence_limit or DECODED_LEN)
+
+
+def random_weights(config: TransformerConfig, *, seed: int) -> dict[str, np.ndarray]:
+    """Initial weights of the torch reference in float32, with noise on biases and norms.
+
+    At their initial 0 and 1 two biases that were exchanged would look alike. Without torch none: a golden file has its
+    own.
+    """
+    reference = _reference_module()
+    return {} if reference is None else reference.initial_weights(config, seed=seed)
 
 
 def preset_pair(config: TransformerConfig, *, seed: int = 0, name: str = "twins") -> Pair:
@@ -293,23 +203,6 @@ def checkpoint_pair(run: Path, *, pairs: int = 24) -> Pair:
         optimizer=trained.config.optimizer,
         smoothing=trained.config.label_smoothing,
     )
-
-
-def random_weights(config: TransformerConfig, *, seed: int) -> dict[str, np.ndarray]:
-    """Initial weights of the torch reference in float32, with noise on biases and norms.
-
-    At their initial 0 and 1 two biases that were exchanged would look alike.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    config = config.replace(dtype="float32", param_dtype="float32")
-    module = torch_reference.Transformer(config, generator=generator)
-    weights = {}
-    for name, parameter in module.named_parameters():
-        values = parameter.detach()
-        if values.ndim == 1:
-            values = values + 0.1 * torch.randn(values.shape, generator=generator)
-        weights[name] = values.numpy()
-    return weights
 
 
 def random_batch(config: TransformerConfig, *, seed: int, src_len: int = 11, tgt_len: int = 9) -> dict[str, np.ndarray]:

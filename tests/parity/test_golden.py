@@ -21,10 +21,12 @@ from parity.pair import Pair, Side
 from parity.record import record
 from parity.rungs import NotComparedError
 from parity.runs import Runs
+from parity.twins import preset_pair
 from parity.user_file import load_pair
 from parity.weights.biases import SumBiases
 from parity.weights.mapping import Rule, WeightMapping
 from parity.weights.rules import Transpose
+from transformer_config import TransformerConfig
 
 # The reference fuses what the port keeps apart, so that errors of gradients must be told for each piece; and it has two
 # biases where the port has one.
@@ -111,7 +113,7 @@ def pair():
     )
 """
 
-WITHOUT_TORCH = """
+NO_TORCH = """
 import os, sys
 
 class NoTorch:
@@ -121,12 +123,14 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 from parity.__main__ import main
+"""
 
+WITHOUT_TORCH = f"""{NO_TORCH}
 port, golden, folder = sys.argv[1:]
-assert main(["check", port, "--against", golden, "--json", f"{folder}/equal.json"]) == 0
+assert main(["check", port, "--against", golden, "--json", f"{{folder}}/equal.json"]) == 0
 assert main(["check", port, "--rungs", "forward"]) == 2, "without torch and without a golden file"
 os.environ["PLANT"] = "1"
-assert main(["check", port, "--against", golden, "--json", f"{folder}/planted.json"]) == 1
+assert main(["check", port, "--against", golden, "--json", f"{{folder}}/planted.json"]) == 1
 assert "torch" not in sys.modules
 """
 
@@ -168,6 +172,21 @@ def test_without_torch_it_passes_and_fails_located_where_a_weight_is_changed(
     planted = json.loads((tmp_path / "planted.json").read_text())
     assert planted["verdict"] == "NOT EQUAL"
     assert planted["first_difference"]["module"].startswith("embed")
+
+
+def test_our_own_twins_too(tmp_path: Path) -> None:
+    fields = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+    twins = preset_pair(TransformerConfig.tiny(**fields), name="preset tiny")
+    record(twins, tmp_path / "tiny.golden", draws=1)
+    settings = [f"{name}={value}" for name, value in fields.items()]
+    code = f"""{NO_TORCH}
+rungs = ["--rungs", "weights", "forward", "gradients"]
+sys.exit(main(["check", "--preset", "tiny", "--set", *{settings}, "--against", sys.argv[1], *rungs]))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "tiny.golden")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "golden file: tiny.golden" in done.stdout
 
 
 def test_rungs_that_need_a_live_reference_are_skipped_with_a_reason(pair: Pair, golden: Path) -> None:

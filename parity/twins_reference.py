@@ -1,0 +1,94 @@
+"""The torch reference's side of our own pair; imported only where torch is installed."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+import torch_reference
+from parity.pair import Precision, Side, Training
+from parity.twins import decoded_len, in_precision
+from parity.twins_sites import RecordedSites, Sites
+from torch_reference import training as reference_training
+from torch_reference.decoding import greedy as torch_greedy
+from train.config import OptimizerConfig
+from transformer_config import TransformerConfig
+
+
+def side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float) -> Side:
+    """What the torch reference brings to a pair."""
+    options = reference_training.TrainingOptions(**dataclasses.asdict(optimizer), label_smoothing=smoothing)
+    noam: dict[str, Any] = {
+        "d_model": config.d_model,
+        "warmup_steps": optimizer.warmup_steps,
+        "factor": optimizer.noam_factor,
+    }
+    sites = Sites(config, _reference_sites)
+
+    def build(precision: Precision, seed: int = 0) -> torch_reference.Transformer:
+        return torch_reference.Transformer(
+            in_precision(config, precision), generator=torch.Generator().manual_seed(seed)
+        )
+
+    def loss(logits: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
+        sums = reference_training.label_smoothed_cross_entropy(
+            logits, inputs["tgt_out"], smoothing=smoothing, pad_id=config.pad_id
+        )
+        return sums.loss, sums.num_tokens
+
+    def clip(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        parameters = {name: torch.nn.Parameter(torch.zeros_like(gradient)) for name, gradient in gradients.items()}
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name].clone()
+        reference_training.clip_by_global_norm(parameters.values(), optimizer.clip_norm)
+        return {name: cast(torch.Tensor, parameter.grad) for name, parameter in parameters.items()}
+
+    def step(state: Any, inputs: Mapping[str, Any], masks: Mapping[str, Any]) -> tuple[Any, float]:
+        batch = reference_training.Batch(inputs["src"], inputs["tgt_in"], inputs["tgt_out"])
+        dropout = [torch_reference.DropoutMasks(masks)]
+        return state, reference_training.train_step(state, [batch], options, dropout=dropout).loss
+
+    return Side(
+        build=build,
+        call=lambda module, inputs: module(inputs["src"], inputs["tgt_in"]),
+        loss=loss,
+        draw_dropout=lambda module, inputs, seed: sites.draw(inputs, torch_reference.DropoutSeed(seed)),
+        dropout_rates=lambda module, inputs: sites.rates(inputs),
+        call_with_dropout=lambda module, inputs, masks: module(
+            inputs["src"], inputs["tgt_in"], dropout=torch_reference.DropoutMasks(masks)
+        ),
+        clip=clip,
+        optimizer=lambda parameters: reference_training.adam(parameters, options),
+        schedule=lambda step: reference_training.noam_lr(step, **noam),
+        training=Training(
+            start=lambda module: reference_training.initial_state(module, options),
+            step=step,
+            parameters=lambda state: dict(state.model.named_parameters()),
+        ),
+        decode=lambda module, inputs: torch_greedy(module, inputs["src"], max_len=decoded_len(config)),
+    )
+
+
+def initial_weights(config: TransformerConfig, *, seed: int) -> dict[str, np.ndarray]:
+    """Initial weights of the torch reference in float32, with noise on biases and norms.
+
+    At their initial 0 and 1 two biases that were exchanged would look alike.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    config = config.replace(dtype="float32", param_dtype="float32")
+    module = torch_reference.Transformer(config, generator=generator)
+    weights = {}
+    for name, parameter in module.named_parameters():
+        values = parameter.detach()
+        if values.ndim == 1:
+            values = values + 0.1 * torch.randn(values.shape, generator=generator)
+        weights[name] = values.numpy()
+    return weights
+
+
+def _reference_sites(config: TransformerConfig, shapes: tuple[tuple[int, ...], ...], recorder: RecordedSites) -> None:
+    module = torch_reference.Transformer(config, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        module(*(torch.full(shape, config.eos_id, dtype=torch.int32) for shape in shapes), dropout=recorder)
