@@ -159,6 +159,7 @@ def selftest(
     *,
     quick: bool = False,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
+    markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     seed: int = 0,
     workers: int | None = None,
 ) -> int:
@@ -167,6 +168,7 @@ def selftest(
     Args:
         quick: Fewer places, mutations and pairs: under ten minutes on two cores.
         json_file: Write the figures to this file.
+        markdown: Write the matrix of faults to this file.
         seed: Of the sampled mutations and pairs.
         workers: Processes; one a core by default.
     """
@@ -175,7 +177,7 @@ def selftest(
     except ImportError as error:
         raise UsageError(f"expected torch and jax to be installed, got {error}") from error
     workers = os.cpu_count() or 1 if workers is None else workers
-    return tests.run(quick=quick, json_file=json_file, seed=seed, workers=workers)
+    return tests.run(quick=quick, json_file=json_file, markdown=markdown, seed=seed, workers=workers)
 
 
 def convert(

@@ -32,7 +32,7 @@ def _compiled(side: Side, precision: Precision) -> nnx.Module:
         return state
 
     # In "float64" for the way it is compiled: numbers are drawn the same however that is.
-    state = jit(build, precision="float64")()
+    state = jit(build)()
     leaves = jax.tree.leaves(state)
     if not all(isinstance(leaf, jax.Array) for leaf in leaves):
         raise TypeError("expected arrays")

@@ -56,7 +56,7 @@ class FlaxRunner:
         self._variables = {".".join(map(str, path)): (path, var) for path, var in nnx.to_flat_state(state)}
         self._compiled: dict[Any, tuple[Any, Any]] = {}
         self._options: dict[_Options, tuple[_Options, str]] = {}
-        self._draw = jit(self._masks, precision="float64")  # what is drawn is the same however it is compiled
+        self._draw = jit(self._masks)  # what is drawn is the same however it is compiled
 
     def specs(self) -> dict[str, Any]:
         """Name to an object with shape and dtype, for every parameter and every other floating-point variable."""
@@ -236,7 +236,8 @@ class FlaxRunner:
         arrays, structure = jax.tree.flatten(given)
         key = (options, structure, tuple((a.shape, a.dtype) for a in arrays))
         if key not in self._compiled:
-            program: Any = jit(lambda given: self._program(options, given), precision=self.precision)
+            users = self.precision == "float32" and not (options.tap or options.training)
+            program: Any = jit(lambda given: self._program(options, given), quickly=not users)
             traced = program.trace(given)
             narrow = None
             if self.precision == "float64" and options.tap:

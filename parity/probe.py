@@ -77,7 +77,7 @@ def probe_port(
 
     with runner.numerics():
         given = {name: runner.inputs(probes[name]) for name in names}
-        returned = jit(run, precision=precision)(runner.cast(runs.port_weights), given)
+        returned = jit(run)(runner.cast(runs.port_weights), given)
         return jax.tree.map(np.asarray, returned)
 
 

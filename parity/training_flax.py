@@ -34,7 +34,7 @@ class FlaxClipping:
         clip = runner.side.clip
         assert clip is not None
         self.runner, self._clip = runner, clip
-        self._compiled = jit(lambda gradients: dict(clip(gradients)), precision="float64")
+        self._compiled = jit(lambda gradients: dict(clip(gradients)))
 
     def __call__(self, gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """What it makes of these gradients."""
@@ -54,7 +54,7 @@ class OptaxOptimizer:
         if not hasattr(transformation, "init") or not hasattr(transformation, "update"):
             raise TypeError(f"expected an optax.GradientTransformation from the port's side, got {transformation!r}")
         self.runner = runner
-        self._update = jit(transformation.update, precision="float64")
+        self._update = jit(transformation.update)
         with runner.numerics():
             self.state = transformation.init({name: jnp.asarray(array) for name, array in weights.items()})
 
@@ -113,7 +113,7 @@ class Initial:
         self.runner, self.names = runner, names
         elements = sum(int(np.prod(spec.shape)) for spec in runner.specs().values())
         self._at_once = max(1, min(64, MAX_AT_ONCE // max(1, elements)))
-        self._compiled = jit(jax.vmap(self._built), precision="float64")
+        self._compiled = jit(jax.vmap(self._built))
         self._drawn: tuple[int, dict[str, np.ndarray]] | None = None
 
     def __call__(self, seed: int) -> dict[str, np.ndarray]:

@@ -99,13 +99,11 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
     clipping = make_clipping(optimizer)
     noam = noam_schedule(d_model=config.d_model, warmup_steps=optimizer.warmup_steps, factor=optimizer.noam_factor)
     # When it is first called: a float64 model is only made where float64 is switched on.
-    update = functools.cache(
-        lambda: jit(make_update(in_precision(config, "float64"), optimizer, smoothing=smoothing), precision="float64")
-    )
+    update = functools.cache(lambda: jit(make_update(in_precision(config, "float64"), optimizer, smoothing=smoothing)))
     sites = Sites(config, _port_sites)
     in_float32 = in_precision(config, "float32")
-    draw_parameters = jit(lambda key: initial_parameters(in_float32, key), precision="float64")
-    draw = jit(lambda key, inputs: sites.draw(inputs, flax_transformer.DropoutKey(key)), precision="float64")
+    draw_parameters = jit(lambda key: initial_parameters(in_float32, key))
+    draw = jit(lambda key, inputs: sites.draw(inputs, flax_transformer.DropoutKey(key)))
 
     def loss(logits: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
         sums = label_smoothed_cross_entropy(logits, inputs["tgt_out"], smoothing=smoothing, pad_id=config.pad_id)

@@ -85,7 +85,7 @@ def _port(runs: Runs, inputs: Inputs, weights: Weights) -> dict[str, np.ndarray]
     runner = runs.port_runner("float64")
     decode = runner.side.decode
     assert decode is not None  # expect_both has seen it
-    compiled = jit(lambda arrays, given: _named(decode(runner.merged(arrays), given)), precision="float64")
+    compiled = jit(lambda arrays, given: _named(decode(runner.merged(arrays), given)))
     with runner.numerics():
         decoded = compiled(runner.cast(runs.to_port(weights)), runner.inputs(inputs))
         return {name: np.asarray(array) for name, array in decoded.items()}

@@ -136,8 +136,8 @@ class _Modes:
             return results, value, gradients
 
         if self._has_sums(trained, given):
-            return jit(step, precision="float64")(trained, given)
-        forward = jit(lambda t, g: self._forward(t, g)[0], precision="float64")
+            return jit(step)(trained, given)
+        forward = jit(lambda t, g: self._forward(t, g)[0])
         return forward(trained, given), None, None
 
     def _pmap(self, inputs: Inputs, devices: list[Any]) -> tuple[Any, Any, Any]:
@@ -159,7 +159,6 @@ class _Modes:
         if self._has_sums(self.trained, one):
             run = pmap(
                 step,
-                precision="float64",
                 axis_name="devices",
                 in_axes=(None, 0),
                 out_axes=(0, None, None),
@@ -167,7 +166,7 @@ class _Modes:
             )
             results, loss, gradients = run(self.trained, given)
         else:
-            forward = pmap(lambda t, g: self._forward(t, g)[0], precision="float64", in_axes=(None, 0), devices=devices)
+            forward = pmap(lambda t, g: self._forward(t, g)[0], in_axes=(None, 0), devices=devices)
             results, loss, gradients = forward(self.trained, given), None, None
         return {name: array.reshape(-1, *array.shape[2:]) for name, array in results.items()}, loss, gradients
 

@@ -21,15 +21,16 @@ BLIND, BLIND_QUICKLY, CLEAN, CLEAN_QUICKLY = 220, 20, 200, 8
 """How many mutations and clean pairs, in full and with --quick."""
 
 
-def run(*, quick: bool, json_file: Path | None, seed: int, workers: int) -> int:
+def run(*, quick: bool, json_file: Path | None, markdown: Path | None, seed: int, workers: int) -> int:
     """The selftest. Returns the exit status: 0 if every goal is met, 1 if not.
 
     Raises ValueError for fewer than one worker, RuntimeError if the code as it is does not run.
     """
     if workers < 1:
         raise ValueError(f"--workers: expected at least 1, got {workers}")
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
+    for file in (json_file, markdown):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
     from parity.selftest import pool
 
     with tempfile.TemporaryDirectory(prefix="parity-selftest-") as cache:
@@ -44,6 +45,11 @@ def run(*, quick: bool, json_file: Path | None, seed: int, workers: int) -> int:
     if json_file is not None:
         json_file.write_text(json.dumps(outcome.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         console.print(f"Written to {json_file}.")
+    if markdown is not None:
+        from parity.selftest.page import page
+
+        markdown.write_text(page(outcome.to_json()), encoding="utf-8")
+        console.print(f"Written to {markdown}.")
     return 0 if outcome.passed else 1
 
 

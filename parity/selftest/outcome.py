@@ -1,4 +1,4 @@
-"""What a selftest found: counts, goals, JSON, a table for the terminal and one for the documentation."""
+"""What a selftest found: counts, goals, JSON, and the rows of a table."""
 
 import dataclasses
 import platform
@@ -157,30 +157,3 @@ def rows(planted: Sequence[Planted]) -> Iterator[tuple[str, str, list[str], str]
             marks = [mark(found[number]) if number in found else "" for number in range(len(PLACES))]
             rungs = ", ".join(dict.fromkeys(each.rung.split(":")[0] for each in found.values()))
             yield kind.name, ", ".join(kind.cases), marks, rungs
-
-
-def to_markdown(outcome: dict[str, Any]) -> str:
-    """The matrix and the counts for the documentation, out of the JSON."""
-    planted = [Planted(**each) for each in outcome["plantings"]]
-    descriptions = {kind.name: kind.description for kind in KINDS}
-    lines = ["| Goal | Found | Met |", "|---|---|---|"]
-    lines += [f"| {goal['what']} | {goal['got']} | {'yes' if goal['met'] else 'no'} |" for goal in outcome["goals"]]
-    lines += ["", LEGEND, "", "| Fault | What the port does | Case | First | Middle | Last | Rung |", "|" + "---|" * 7]
-    for name, cases, marks, rungs in rows(planted):
-        lines.append(f"| {name} | {_cell(descriptions[name])} | {cases} | {' | '.join(marks)} | {rungs} |")
-    lines += ["", "| Planted and not counted | Place | Detected | Why |", "|---|---|---|---|"]
-    reasons = {kind.name: kind.beyond for kind in KINDS}
-    for beyond in outcome["beyond"]:
-        detected = "yes" if beyond["detected"] else "no"
-        lines.append(f"| {beyond['kind']} | {beyond['place']} | {detected} | {reasons[beyond['kind']]} |")
-    survivors = [mutant for mutant in outcome["mutants"] if not mutant["detected"]]
-    lines += ["", "| Blind mutation that survived | Change | Why |", "|---|---|---|"]
-    for mutant in survivors:
-        m = mutant["mutation"]
-        change = f"`{_cell(m['before'])}` → `{_cell(m['after'])}`"
-        lines.append(f"| {m['file']}, {m['function']} | {change} | {mutant['argument'] or '**unexplained**'} |")
-    return "\n".join([*lines, ""])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|") if len(text) < 120 else text.replace("|", "\\|")[:117] + "..."

@@ -14,8 +14,9 @@ from flax import nnx
 from parity import ladder
 from parity.pair import Pair, Side
 from parity.rungs import float32
+from parity.rungs.gradients import float64_bounds, floors
 from parity.runs import Runs, moved_by_a_rounding
-from parity.tolerances import FLOAT32
+from parity.tolerances import FLOAT32, FLOAT64_RELATIVE
 from parity.weights.mapping import Rule, WeightMapping
 from parity.weights.rules import Transpose
 
@@ -236,6 +237,25 @@ def test_an_error_of_three_times_the_references_is_not_excused() -> None:
     assert [c.passed for c in float32.judged_again(judged, alike, rule=FLOAT32)] == [False, True, False]
     excused = list(float32.judged_again(judged, [*further, {"x": 3.1e-6, "y": 0.0}], rule=FLOAT32))
     assert [c.passed for c in excused] == [True, True, True]
+
+
+def test_a_floor_of_its_own_excuses_one_tensor_and_hardly_the_pool() -> None:
+    ours, theirs = {"x": 6e-5, **dict.fromkeys("abcdefgh", 1e-7)}, dict.fromkeys("xabcdefgh", 1e-7)
+    judged = {c.tensor: c for c in float32.against_float64(ours, theirs, rule=FLOAT32, floors={"x": 7e-5})}
+    assert judged["x"].passed
+    assert judged["x"].bound == 7e-5
+    assert judged["a"].bound == FLOAT32.floor
+    assert judged[float32.POOLED].bound == pytest.approx(np.sqrt(7e-5**2 + 8 * FLOAT32.floor**2) / 9)
+    assert not judged[float32.POOLED].passed
+
+
+def test_small_gradients_are_judged_beside_the_others() -> None:
+    gradients = {"large": np.full(100, 1.0), "small": np.full(4, 5e-4)}
+    bounds = float64_bounds(gradients, {"large": 3e-7})
+    assert bounds["large"] == 3e-7
+    assert bounds["small"] == pytest.approx(8 * 2**-53 * 10.0 / 1e-3, rel=1e-6)
+    assert bounds["small"] > FLOAT64_RELATIVE
+    assert floors({"none": np.zeros(3)}, "float32") == {"none": 0.0}
 
 
 def test_nan_fails() -> None:

@@ -14,6 +14,7 @@ from parity.mutations import KINDS, source, syntax
 from parity.mutations.syntax import Mutation
 from parity.selftest import blind, clean, outcome, planted, pool, terminal
 from parity.selftest.names import NAMES
+from parity.selftest.page import page
 from parity.selftest.planted import Planted
 
 MUTATION = Mutation(
@@ -215,7 +216,7 @@ def test_json_table_and_markdown() -> None:
     assert counts <= values.keys()
     assert values["blind_survivors"] == 200
     assert values["blind_unexplained"] == 0
-    text = outcome.to_markdown(values)
+    text = page(values)
     assert all(f"| {kind.name} |" in text for kind in KINDS)
     assert "it is the same" in text
     assert "| softmax in bfloat16 | a.norm | no | over so few keys" in text
@@ -228,4 +229,4 @@ def test_json_table_and_markdown() -> None:
 
 def test_no_worker_is_an_error() -> None:
     with pytest.raises(ValueError, match="--workers: expected at least 1, got 0"):
-        selftest.run(quick=True, json_file=None, seed=0, workers=0)
+        selftest.run(quick=True, json_file=None, markdown=None, seed=0, workers=0)

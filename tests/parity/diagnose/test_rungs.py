@@ -267,6 +267,8 @@ def test_decoding() -> None:
         ("decoding stops early", np.array([[5, 6, 7, 2, 0, 0], [8, 9, 4, 0, 0, 0]])),
         ("decoding does not stop", np.array([[5, 6, 7, 2, 9, 9], [8, 9, 4, 3, 5, 2]])),
         ("decoded ids", np.array([[5, 6, 7, 2, 0, 0], [8, 9, 4, 6, 1, 3]])),
+        # The reference goes on with padding after a 7, which ends nothing: it is what it decodes.
+        ("decoded ids", np.array([[5, 6, 7, 2, 9, 0], [8, 9, 4, 3, 5, 9]])),
         ("decoding starts otherwise", np.array([[6, 6, 7, 2, 0, 0], [4, 8, 9, 3, 1, 2]])),
     ):
         found = explain_decoding({"reference": ids, "port": got})

@@ -8,6 +8,7 @@ from flax import nnx
 
 from parity import ladder
 from parity.pair import Pair
+from parity.tolerances import BFLOAT16, sum_floor
 
 WIDTH = 6
 
@@ -56,3 +57,14 @@ def test_fewer_bits_than_the_reference_has_fail() -> None:
     outcome = check(PortWithFewerBits)
     assert outcome.rung("forward").passed, "in float64 and float32 the port is right"
     assert "output" in {failure.tensor for failure in outcome.rung("half_width").failures}
+
+
+def test_a_bias_summed_over_many_places_may_lose_more() -> None:
+    x = np.random.default_rng(0).standard_normal((400, WIDTH))
+    pair = Pair(reference=Reference, port=Port, inputs={"x": x})
+    rung = ladder.check(pair, rungs=("weights", "forward", "half_width")).rung("half_width")
+    assert rung.passed, rung.failures
+    bounds = {c.tensor: c.bound for section in rung.outcome.sections for c in section.comparisons}
+    assert bounds["layer.bias"] >= sum_floor(400) > BFLOAT16.floor
+    assert sum_floor(400) == 2 * 20 * 2.0**-9
+    assert bounds["layer.kernel"] < sum_floor(400)
