@@ -4,6 +4,15 @@ The key is (file, function, what stood there, what stands there now).
 """
 
 _TILING, _CUT_KEYS = ("blockwise.py", "_Tiling.of"), ("blockwise.py", "_Tiling.cut_keys")
+_KEEP_TILE = ("dropout.py", "DropoutMasks.keep_tile")
+_IN_BLOCKS = (
+    "output = blockwise_attention(query, key, value, mask, block_size=self.block_size, source=source, rate=self.rate) "
+    "weights = attention_weights(query, key, _dense(mask, query, key)) if return_weights else None "
+    "return AttentionOutput(output, weights)"
+)
+_BEYOND_THE_MASK = (
+    "rows and columns beyond the mask are those of padding, whose result is cut off; jax clips too large indices"
+)
 
 ARGUMENTS: dict[tuple[str, str, str, str], str] = {
     (*_TILING, "num_queries != num_keys", "num_queries == num_keys"): (
@@ -21,4 +30,24 @@ ARGUMENTS: dict[tuple[str, str, str, str], str] = {
         "(self.steps - 1 + self.groups) * self.key_block - before",
         "(self.steps - 1 + self.groups) * self.key_block + before",
     ): "more blocks of padding behind the keys, which no step takes and join_keys cuts off",
+    (*_KEEP_TILE, "mask.shape[2] - 1", "mask.shape[2] + 1"): _BEYOND_THE_MASK,
+    (*_KEEP_TILE, "mask.shape[3] - 1", "mask.shape[3] + 1"): _BEYOND_THE_MASK,
+    (*_KEEP_TILE, "1", "0"): _BEYOND_THE_MASK,
+    (
+        "attention.py",
+        "MultiHeadAttention.attend",
+        f"if self.implementation == 'blockwise': {_IN_BLOCKS}",
+        f"if False: {_IN_BLOCKS}",
+    ): "plain attention in the place of attention in blocks: two ways to compute one function, apart in memory alone",
+    (
+        "decoding.py",
+        "greedy.step",
+        "jnp.array(never, jnp.int32)",
+        "(lambda x, *_, **__: x)(never)",
+    ): "the same columns, given as a list instead of an array",
+    ("primitives.py", "LayerNorm.__call__", "wide(x)", "(lambda x, *_, **__: x)(x)"): (
+        "the same in float64 and float32. In bfloat16 mean and deviation are rounded too, and the result is 2.0 "
+        "half-units from the answer instead of 0.9; nnx.GroupNorm, which is right, is 2.2 away. A fault of the size of "
+        "what right modules round is not told from them"
+    ),
 }

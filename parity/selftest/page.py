@@ -10,8 +10,8 @@ INTRODUCTION = """\
 # Who checks the check
 
 A harness that never fails proves nothing. `{command}` plants known porting faults in correct ports, mutates the source
-of `flax_transformer` blindly, and checks pairs in which nothing is wrong; all of it through the same entry point and the
-same rungs as a user's pair. This page is what one run of it wrote.
+of `flax_transformer` blindly, and checks pairs in which nothing is wrong; all of it through the same entry point and
+the same rungs as a user's pair. This page is what one run of it wrote.
 
 - *Detected*: the check fails. *Located*: the first difference that the report names is the place of the planting, or a
   rung about nothing but the planted part (clipping, the optimizer, the schedule, decoding, ...) failed first. *Named*:

@@ -11,7 +11,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
-PRELOADED = ("jax", "jax.numpy", "flax.nnx", "numpy", "optax", "orbax.checkpoint", "tokenizers", "torch")
+LIBRARIES = ("jax", "jax.numpy", "flax.nnx", "numpy", "optax", "orbax.checkpoint", "tokenizers", "torch")
+PRELOADED = (*LIBRARIES, "torch._dynamo", "parity.ladder", "parity.selftest.programs")
 """Imported once, before the children are forked. None of them starts a device or a thread; no model is among them."""
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
