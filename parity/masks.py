@@ -52,12 +52,26 @@ class Site:
             self.agreeing[axis] += int(np.count_nonzero(first == second))
             self.neighbours[axis] += first.size
 
+    def counted_once(self) -> "Site":
+        """The site with as many elements as were drawn: of a mask that is repeated along an axis, one."""
+        times = math.prod(self.shape[axis] for axis in self._repeated())
+        return dataclasses.replace(self, kept=round(self.kept / times), size=max(1, self.size // times))
+
+    def _repeated(self) -> set[int]:
+        """Axes along which all neighbours agree, though not everything is kept, or dropped."""
+        if not 0 < self.kept < self.size:
+            return set()
+        counts = enumerate(zip(self.agreeing, self.neighbours, strict=True))
+        return {axis for axis, (agreeing, pairs) in counts if pairs and agreeing == pairs}
+
     def shared_axes(self, rate: float, *, false_alarm: float) -> frozenset[int]:
         """Axes along which neighbours agree more often than independent ones of this rate do: one mask for several."""
         expected = rate**2 + (1.0 - rate) ** 2
-        found = set()
+        # What is repeated along an axis was drawn once, so along the others it counts once.
+        found = self._repeated()
+        times = math.prod(self.shape[axis] for axis in found)
         for axis, (agreeing, pairs) in enumerate(zip(self.agreeing, self.neighbours, strict=True)):
-            error = (expected * (1.0 - expected) / pairs) ** 0.5 if pairs else float("inf")
+            error = (expected * (1.0 - expected) * times / pairs) ** 0.5 if pairs else float("inf")
             if pairs and agreeing / pairs - expected > normal_limit(false_alarm) * error > 0.0:
                 found.add(axis)
         return frozenset(found)

@@ -190,8 +190,9 @@ def _sites(reference: Masks, port: Masks) -> Iterator[Comparison]:
 
 
 def _shares(side: str, drawn: Drawn, rates: Rates, false_alarm: float) -> Iterator[Comparison]:
-    counts = {f"{name}, {side}": (s.kept, s.size, rates[name]) for name, s in drawn.sites.items() if name in rates}
-    for rate, (kept, size) in drawn_masks.pooled(drawn.sites, rates).items():
+    sites = {name: site.counted_once() for name, site in drawn.sites.items()}
+    counts = {f"{name}, {side}": (s.kept, s.size, rates[name]) for name, s in sites.items() if name in rates}
+    for rate, (kept, size) in drawn_masks.pooled(sites, rates).items():
         counts[f"all sites of rate {rate:g}, {side}"] = (kept, size, rate)
     for name, (kept, size, rate) in counts.items():
         verdict = share_test(kept, size, expected=1.0 - rate, false_alarm=false_alarm)
