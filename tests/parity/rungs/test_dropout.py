@@ -66,6 +66,21 @@ def test_equal_models_pass() -> None:
     assert [known.kind for known in outcome.known] == ["running variance"]
 
 
+def test_what_returns_something_else_in_training_is_compared_all_the_same() -> None:
+    def call(module: Any, inputs: Any) -> Any:
+        y = module(inputs["x"])
+        training = module.training if isinstance(module, torch.nn.Module) else not module.drop.deterministic
+        return y if training else {"evaluated": y}
+
+    def loss(output: Any, inputs: Any) -> Any:
+        return small_pair.loss(output["evaluated"] if isinstance(output, dict) else output, inputs)
+
+    sides = {"call": call, "loss": loss}
+    outcome = dropout.climb(small_pair.runs(reference=sides, port=sides))
+    assert not failed(outcome)
+    assert "output" in {c.tensor for c in outcome.sections[0].comparisons}
+
+
 def test_torch_keeps_the_unbiased_variance_and_the_relation_is_judged() -> None:
     """A port that keeps torch's variance is not what nnx.BatchNorm is, and is told."""
 
