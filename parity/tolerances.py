@@ -61,8 +61,8 @@ HALF_UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9}
 GRADIENT_HALF_UNITS = 8.0
 """Half-units of the norm of all gradients together that are not held against any one of them. A query projection behind
 a saturated softmax has a thousandth of it, a difference of terms as large as the others' gradients, and their rounding.
-Of forty clean pairs of the self-test two were beyond twice the reference's error for this, both with doubled weights, by
-up to 4.6."""
+Of forty clean pairs of the self-test two were beyond twice the reference's error for this, by up to 4.6; both have
+doubled weights."""
 
 BFLOAT16_SUM_HALF_UNITS = 3.0
 """XLA on CPU adds up the gradient of what was broadcast (a bias, a norm's scale) term by term in bfloat16: a walk of as

@@ -42,7 +42,7 @@ def _height_for_width(original: Method) -> Method:
 
 def _other_groups(original: Method) -> Method:
     def normalise(self: Any, x: Any) -> Any:
-        order = jnp.arange(x.shape[1]).reshape(self.groups, -1).T.reshape(-1)
+        order = jnp.arange(x.shape[1]).reshape(-1, self.groups).T.reshape(-1)
         back = jnp.argsort(order)
         plain = original(self, x[:, order])
         # Scale and shift are put back to their own channels.

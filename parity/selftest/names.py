@@ -205,7 +205,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "weight decay",
         "weight decay placement",
     ),
-    "Adam's state lost": ("step changes nothing",),
+    "Adam's state lost": ("optimizer state lost",),
     "update scaled": ("optimizer learning rate",),
     "parameter never updated": (
         "step changes nothing",
