@@ -9,6 +9,14 @@ from parity.compilation import jit
 from parity.pair import Precision, Side
 
 
+class _ShapesOnly(Exception):  # noqa: N818 - no error: what the builder returned
+    """The builder returns a module of shapes, out of which no program can be made, nor need be."""
+
+    def __init__(self, module: nnx.Module):
+        super().__init__()
+        self.module = module
+
+
 def built(side: Side, precision: Precision) -> nnx.Module:
     """What the builder returns. A small convolutional network is built in 2 s instead of 13, a large part compilation.
 
@@ -16,9 +24,10 @@ def built(side: Side, precision: Precision) -> nnx.Module:
     """
     try:
         return _compiled(side, precision)
+    except _ShapesOnly as found:
+        return found.module
     except Exception:
-        # A builder that reads files, looks at values or returns shapes only cannot be traced. If it is broken, it
-        # raises once more here.
+        # A builder that reads files or looks at values cannot be traced. If it is broken, it raises once more here.
         module = side.module(precision)
     return _expect_module(module)
 
@@ -27,11 +36,14 @@ def _compiled(side: Side, precision: Precision) -> nnx.Module:
     graphs: list[Any] = []
 
     def build() -> Any:
-        graphdef, state = nnx.split(_expect_module(side.module(precision)))
+        module = _expect_module(side.module(precision))
+        graphdef, state = nnx.split(module)
+        leaves = jax.tree.leaves(state)
+        if leaves and all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            raise _ShapesOnly(module)
         graphs.append(graphdef)
         return state
 
-    # In "float64" for the way it is compiled: numbers are drawn the same however that is.
     state = jit(build)()
     leaves = jax.tree.leaves(state)
     if not all(isinstance(leaf, jax.Array) for leaf in leaves):
