@@ -12,9 +12,9 @@ from parity.pair import Precision, Side
 class _ShapesOnly(Exception):  # noqa: N818 - no error: what the builder returned
     """The builder returns a module of shapes, out of which no program can be made, nor need be."""
 
-    def __init__(self, module: nnx.Module):
+    def __init__(self, graphdef: Any, state: Any):
         super().__init__()
-        self.module = module
+        self.parts = graphdef, state
 
 
 def built(side: Side, precision: Precision) -> nnx.Module:
@@ -25,7 +25,8 @@ def built(side: Side, precision: Precision) -> nnx.Module:
     try:
         return _compiled(side, precision)
     except _ShapesOnly as found:
-        return found.module
+        # Put together here: a module can only be changed outside of what it was made in.
+        return nnx.merge(*found.parts)
     except Exception:
         # A builder that reads files or looks at values cannot be traced. If it is broken, it raises once more here.
         module = side.module(precision)
@@ -36,11 +37,10 @@ def _compiled(side: Side, precision: Precision) -> nnx.Module:
     graphs: list[Any] = []
 
     def build() -> Any:
-        module = _expect_module(side.module(precision))
-        graphdef, state = nnx.split(module)
+        graphdef, state = nnx.split(_expect_module(side.module(precision)))
         leaves = jax.tree.leaves(state)
         if leaves and all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            raise _ShapesOnly(module)
+            raise _ShapesOnly(graphdef, state)
         graphs.append(graphdef)
         return state
 
