@@ -9,9 +9,9 @@ import numpy as np
 from parity.pair import Inputs
 from parity.rungs import NotComparedError, Outcome, Section, float32
 from parity.rungs.forward import label
-from parity.rungs.gradients import gradient_errors
+from parity.rungs.gradients import floors, gradient_errors
 from parity.runs import Errors, Runs
-from parity.tolerances import BFLOAT16, OF_LONG_SUMS, sum_floor
+from parity.tolerances import BFLOAT16, OF_ALL_GRADIENTS, OF_LONG_SUMS, sum_floor
 from parity.trace import Trace, module_of
 
 UNIT = 2.0**-8
@@ -43,7 +43,7 @@ def climb(runs: Runs) -> Outcome:
                     {name: error for name, error in theirs[kind].items() if name in kept},
                     again=lambda draw, again=again, kind=kind: again(draw)[kind],  # type: ignore[misc]
                     redrawn=redrawn,
-                    rule=dataclasses.replace(BFLOAT16, also=OF_LONG_SUMS) if kind else BFLOAT16,
+                    rule=dataclasses.replace(BFLOAT16, also=OF_ALL_GRADIENTS + OF_LONG_SUMS) if kind else BFLOAT16,
                     floors=least[kind],
                 )
             )
@@ -59,17 +59,19 @@ def _errors(runs: Runs, run: Trace, exact: Trace, batch: int, *, of_port: bool) 
 
 
 def _floors(runs: Runs, exact: Trace, batch: int) -> Errors:
-    """Of gradients that are sums over the places of an output: the port's own rounding of them."""
+    """Of gradients that are small beside the others, the rounding of all; of sums over the places of an output, that
+    of adding them up."""
     sizes: dict[str, int] = {}
     for name, output in exact.outputs.items():
         sizes[module_of(name)] = sizes.get(module_of(name), 0) + output.size
-    floors: Errors = {}
-    for name, gradient in runs.reference_gradients(batch).items():
+    gradients = runs.reference_gradients(batch)
+    least = floors(gradients, "bfloat16")
+    for name, gradient in gradients.items():
         path = name.rpartition(".")[0]
         size = sizes.get(runs.derived.modules.get(path, path), 0)
         if gradient.ndim == 1 and size:
-            floors[name] = sum_floor(size / gradient.size)
-    return floors
+            least[name] = max(least[name], sum_floor(size / gradient.size))
+    return least
 
 
 def _further(runs: Runs, inputs: Inputs, batch: int) -> Callable[[int], tuple[Errors, Errors]]:
