@@ -113,8 +113,8 @@ FLOAT32 = NarrowRule(precision="float32", ratio=FLOAT32_RATIO, floor=FLOAT32_FLO
 BFLOAT16 = NarrowRule(precision="bfloat16", ratio=3.0, floor=8 * 2.0**-9)
 """As float32, with the 8 bits of bfloat16, and a floor of 8 half-units, 1.6%: XLA adds up a bias's gradient in bfloat16
 where torch does so in float32. Where each framework rounds is its compiler's choice (one that fuses keeps
-float32 in between), so that one side may be nearer to the answer by a factor. On trained weights the gradient of a table
-of embeddings, added up in bfloat16 on both sides, was 1.95 times as far off as torch's: three times is the bound."""
+float32 in between), so that one side may be nearer to the answer by a factor. On the demo's trained weights a gradient of
+an embedding's table was 1.9 times as far off as torch's: three times is the bound."""
 
 
 def gradient_floor(own: float, together: float, precision: str) -> float:
