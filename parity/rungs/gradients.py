@@ -18,6 +18,7 @@ from parity.tolerances import (
     FLOAT32,
     FLOAT64_GRADIENTS_RULE,
     FLOAT64_RELATIVE,
+    GRADIENT_ENTRY_FLOOR,
     GRADIENTS_UNEQUAL_AFTER_ROUNDING,
     OF_ALL_GRADIENTS,
     ROUNDING_RULE,
@@ -55,8 +56,8 @@ def _rounded(runs: Runs) -> Section:
         answer, port = runs.reference_gradients(number), runs.port("float64", number).gradients
         summed = runs.summed(number)
         for name in answer.keys() - runs.zero_gradients(number):
-            # Entries may be zero in exact arithmetic too, as of keys in a bias that queries and values share.
-            kept = np.maximum(np.abs(answer[name]), np.abs(port[name])) > _noise_of_entries(summed[name])
+            size = np.maximum(np.abs(answer[name]), np.abs(port[name]))
+            kept = size > _noise_of_entries(answer[name], summed[name])
             identical += identical_after_rounding(port[name][kept], answer[name][kept])
     runs.gradients_identical = identical
     bound = GRADIENTS_UNEQUAL_AFTER_ROUNDING
@@ -108,9 +109,14 @@ def float64_bounds(gradients: Mapping[str, np.ndarray], bounds: Mapping[str, flo
     return {name: max(bounds.get(name, FLOAT64_RELATIVE), floor) for name, floor in least.items()}
 
 
-def _noise_of_entries(summed: np.ndarray) -> np.ndarray:
-    """Of a bias, by what was summed to each entry; of anything else, by all gradients together."""
-    return np.asarray(zero_noise(1.0, np.float64) * summed)
+def _noise_of_entries(gradient: np.ndarray, summed: np.ndarray) -> np.ndarray:
+    """What an entry must exceed to be more than rounding.
+
+    Entries may be zero in exact arithmetic too, as of keys in a bias that queries and values share: of a bias they are
+    judged by what was summed to each entry, of anything else by all gradients together.
+    """
+    small = GRADIENT_ENTRY_FLOOR * norm(gradient) / math.sqrt(gradient.size)
+    return np.maximum(zero_noise(1.0, np.float64) * summed, small)
 
 
 def gradient_errors(
