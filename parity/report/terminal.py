@@ -26,6 +26,8 @@ STATUS = {
 }
 SHOWN = 5
 """Failed comparisons of a section, and names in a list, before `...`."""
+NEAREST = 35
+"""Width of a comparison's precision and name where a line has 120 columns."""
 
 
 def show(report: Report, *, console: Console) -> None:
@@ -61,7 +63,8 @@ def _table(report: Report, *, wide: bool) -> Table:
             table.add_row(*start, "0" if rung.status == "failed" else "", "", "", "")
             continue
         section, nearest = found
-        name = Text.assemble((f"{section.precision} ", "dim"), _from_the_end(nearest.tensor))
+        precision = f"{section.precision} "
+        name = Text.assemble((precision, "dim"), _from_the_end(nearest.tensor, NEAREST - len(precision)))
         table.add_row(*start, f"{rung.compared:,}", name, f"{nearest.error:.1e}", f"{nearest.bound:.1e}")
     return table
 
@@ -110,7 +113,7 @@ def _not_compared(report: Report) -> list[Text]:
     return lines
 
 
-def _from_the_end(name: str, most: int = 40) -> str:
+def _from_the_end(name: str, most: int) -> str:
     """Of a long path, the end tells more than the start."""
     return name if len(name) <= most else "…" + name[1 - most :]
 
