@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
 from flax import nnx
@@ -13,23 +12,9 @@ from torch.nn import functional
 
 from parity.compare import Comparison
 from parity.pair import Pair
-from parity.rungs import Outcome, forward, gradients
-from parity.runs import Runs
+from parity.rungs import Outcome
 from parity.tolerances import FLOAT64_RELATIVE
-
-X = {"x": np.random.default_rng(0).normal(size=(3, 4, 5))}
-
-
-def climb(pair: Pair) -> tuple[Runs, Outcome, bool]:
-    """Forward and gradients: what they found, and whether everything passed."""
-    runs = Runs(pair)
-    found = forward.climb(runs)
-    passed = all(section.passed for section in (*found.sections, *gradients.climb(runs).sections))
-    return runs, found, passed
-
-
-def failures(outcome: Outcome) -> list[str]:
-    return [comparison.tensor for section in outcome.sections for comparison in section.failures]
+from tests.parity.one_layer import X, climb, failures
 
 
 class Attention(torch.nn.Module):
