@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from parity.xla_flags import set_flags
 from transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ Assignments = Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="FIEL
 PRECISION = "the check runs in float64, float32 and bfloat16, whatever the config says"
 NOT_CHECKED = {"dtype": PRECISION, "param_dtype": PRECISION}
 
-DEVICES = "--xla_force_host_platform_device_count"
 MODELS_OF_TWO_DEVICES = ("base", "big")
 """Presets so large that each further device costs gigabytes. Others are given 8."""
 
@@ -74,7 +74,7 @@ def check(
         report: Write report.json, junit.xml and index.html into this folder.
         json_file: Write the report as JSON to this file.
     """
-    _set_devices(preset)
+    set_flags(devices=2 if preset in MODELS_OF_TWO_DEVICES else 8)
     known = _rungs(rungs)
     console = _console()
     with _failures(console) as failed:
@@ -297,16 +297,6 @@ def _fields(assignments: Sequence[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             fields[name] = text
     return fields
-
-
-def _set_devices(preset: Preset | None) -> None:
-    """Splits the CPU into virtual devices for the rung of modes, unless the user has: before jax is imported."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    platforms = os.environ.get("JAX_PLATFORMS", "cpu").split(",")
-    if "jax" in sys.modules or DEVICES in flags or "cpu" not in platforms:
-        return
-    count = 2 if preset in MODELS_OF_TWO_DEVICES else 8
-    os.environ["XLA_FLAGS"] = f"{flags} {DEVICES}={count}".strip()
 
 
 def _writable(report: Path | None, json_file: Path | None) -> None:

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from parity import xla_flags
+
 _QUICKLY = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
@@ -33,4 +35,6 @@ def pmap(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def _options(*, quickly: bool) -> dict[str, Any] | None:
-    return _QUICKLY if quickly and jax.default_backend() == "cpu" else None
+    if jax.default_backend() != "cpu":
+        return None
+    return _QUICKLY if quickly else dict(xla_flags.changed)

@@ -81,22 +81,24 @@ def locate(runs: Runs, failed: Rung | None) -> tuple[Location | None, Any]:
     """The first difference of the first broken rung, and its diagnosis if a suspect explains it."""
     if failed is None:
         return None, None
-    found = _found(runs, failed)
+    try:
+        found = _found(runs, failed)
+    except Exception as error:  # the report must come all the same: which tensor failed is known
+        worst = _worst(failed)
+        return (None if worst is None else _broken_off(worst.location, "search for its module", error)), None
     if found is None:
         return None, None
     try:
         diagnosis = diagnose(runs, failed, found.location.module, found.case, called=found.called)
     except Exception as error:  # a suspect's own fault must not cost the user the report
-        return _undiagnosed(found.location, error), None
+        return _broken_off(found.location, "diagnosis", error), None
     return _refined(found.location, diagnosis, runs), diagnosis
 
 
-def _undiagnosed(location: Location, error: Exception) -> Location:
-    """The location, with the word that the diagnosis broke off."""
+def _broken_off(location: Location, what: str, error: Exception) -> Location:
+    """The location, with the word that the search or the diagnosis broke off."""
     where = traceback.extract_tb(error.__traceback__)[-1]
-    broken = (
-        f"the diagnosis ended in {type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
-    )
+    broken = f"the {what} ended in {type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
     explanation = "; ".join(part for part in (location.explanation, broken) if part)
     return dataclasses.replace(location, explanation=explanation)
 

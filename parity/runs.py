@@ -151,6 +151,11 @@ class Runs(Sides):
             {name: array for name, array in reference.gradients.items() if self.derived.travels(name)}, kind="gradient"
         )
 
+    def loss(self, run: Trace) -> dict[str, np.ndarray]:
+        """Under LOSS, or nothing where the pair brings none: the terms of the random projection that stands for it
+        cancel, and it is made of results that are compared."""
+        return {} if self.pair.port.loss is None else {LOSS: run.loss}
+
     def errors(self, run: Trace, exact: Trace) -> Errors:
         """Of every output, result and the loss of a run. Infinite where a tensor is missing."""
         got = run.everything

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import flax_transformer
 from flax_transformer.decoding import greedy as jax_greedy
@@ -102,6 +103,8 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
     update = functools.cache(lambda: jit(make_update(in_precision(config, "float64"), optimizer, smoothing=smoothing)))
     sites = Sites(config, _port_sites)
     in_float32 = in_precision(config, "float32")
+    # Put together anew each time: it may be changed by whoever has it.
+    parts = functools.cache(lambda precision: nnx.split(abstract_model(in_precision(config, precision))))
     draw_parameters = jit(lambda key: initial_parameters(in_float32, key))
     draw = jit(lambda key, inputs: sites.draw(inputs, flax_transformer.DropoutKey(key)))
 
@@ -121,7 +124,7 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
         return state, metrics.loss
 
     return Side(
-        build=lambda precision: abstract_model(in_precision(config, precision)),
+        build=lambda precision: nnx.merge(*parts(precision)),
         call=lambda module, inputs: module(inputs["src"], inputs["tgt_in"]),
         loss=loss,
         draw_dropout=lambda module, inputs, seed: draw(jax.random.key(seed), dict(inputs)),

@@ -19,7 +19,7 @@ from parity.rungs.forward import compare_all
 from parity.rungs.gradients import compare_traces
 from parity.runs import Runs
 from parity.tolerances import FLOAT32, FLOAT64_RELATIVE, FLOAT64_RULE, OF_ALL_GRADIENTS, PROBE_RELATIVE, PROBE_RULE
-from parity.trace import LOSS, Trace
+from parity.trace import Trace
 
 MEAN, SMALL, LARGE = 1e4, 1e-3, 1e3
 LARGE_MEAN = "mean 1e4"
@@ -73,7 +73,7 @@ def _compared(runs: Runs, reference: Trace, port: Trace, bound: float) -> Iterat
     names = runs.comparable(reference, port)
     expected = {name: array for name, array in reference.outputs.items() if name in names} | reference.results
     got = {name: array for name, array in port.outputs.items() if name in names} | port.results
-    got, expected = got | {LOSS: port.loss}, expected | {LOSS: reference.loss}
+    got, expected = got | runs.loss(port), expected | runs.loss(reference)
     yield from compare_all(got, expected, bounds=dict.fromkeys(expected, bound))
     yield from compare_traces(runs, reference, port, relative=bound)
 

@@ -22,7 +22,7 @@ from parity.rungs.rows import common_rows, tiled
 from parity.runs import GATES, Runs, zero_among
 from parity.statistics import share_test
 from parity.tolerances import DROPOUT_FALSE_ALARM, EXACT_RULE, FLOAT64_GRADIENTS_RULE, INDEPENDENT_RULE, SHARE_RULE
-from parity.trace import LOSS, Trace, module_of
+from parity.trace import Trace, module_of
 from parity.weights.variation import moved_by_a_rounding
 
 Rates = Mapping[str, float]
@@ -80,8 +80,8 @@ def _training(
 
 def _compared(runs: Runs, reference: Trace, port: Trace) -> Iterator[Comparison]:
     bounds = runs.float64_bounds(0)
-    expected = reference.results | {LOSS: reference.loss}
-    yield from compare_all(port.results | {LOSS: port.loss}, expected, bounds=bounds)
+    expected = reference.results | runs.loss(reference)
+    yield from compare_all(port.results | runs.loss(port), expected, bounds=bounds)
     if bounds:  # float64 ends inside, and with it what could be said of gradients that are zero
         zero = zero_among(
             runs.gradients_in_port_layout(reference), runs.summed_in_port_layout(reference), dtype=np.float32
@@ -99,7 +99,8 @@ def _float32(runs: Runs, masks: Masks, exact: Trace) -> Iterator[Section]:
     ours = runs.run_port(runs.batches[0], "float32", tap=False, training=True, masks=masks or None, backward=False)
 
     def errors(run: Trace, exact: Trace) -> dict[str, float]:
-        return {name: error for name, error in runs.errors(run, exact).items() if name in {*exact.results, LOSS}}
+        errors, wanted = runs.errors(run, exact), exact.results | runs.loss(exact)
+        return {name: errors[name] for name in wanted}
 
     def further(draw: int) -> dict[str, float]:
         moved = moved_by_a_rounding(runs.weights, seed=draw)

@@ -1,7 +1,6 @@
 """`python -m parity`: exit statuses, messages, and a trained run from checkpoint to PyTorch and back."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -211,24 +210,6 @@ def test_a_reference_is_recorded_with_its_sizes_and_the_port_checked_against_it(
     assert "--overwrite" in capsys.readouterr().err
     assert status("check", str(port_file), "--against", str(golden), "--rungs", "weights", "forward") == 0
     assert "port.golden" in capsys.readouterr().out
-
-
-def test_the_cpu_is_split_before_jax_is_imported(port_file: Path) -> None:
-    """Eight devices for a user's file and tiny, two for base, and as many as the user says where the user says so."""
-    code = (
-        "import os, sys; from parity import __main__\n"
-        "__main__._set_devices(sys.argv[1] or None)\n"
-        "import jax; print(len(jax.devices()))"
-    )
-
-    def count(preset: str, flags: str = "") -> int:
-        environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-c", code, preset]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
-
-    assert count("") == 8
-    assert count("base") == 2
-    assert count("tiny", "--xla_force_host_platform_device_count=3") == 3
 
 
 @pytest.fixture(scope="module")

@@ -268,6 +268,18 @@ def test_a_suspect_that_fails_costs_its_diagnosis_not_the_report() -> None:
     assert report.diagnosis is None
 
 
+def test_a_search_that_fails_costs_the_place_not_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyError("no such call")
+
+    monkeypatch.setattr("parity.locate.follow_and_hand", broken)
+    report = ladder.check(pair(norm_eps(1)), rungs=("weights", "forward"))
+    assert [rung.name for rung in report.failed] == ["forward"]
+    assert report.first_difference is not None
+    assert "the search for its module ended in KeyError: 'no such call'" in report.first_difference.explanation
+    assert report.diagnosis is None
+
+
 def test_weights_are_exchanged_where_the_formula_is_unknown() -> None:
     """A module of the user's own, whose matrix is square and not transposed."""
 

@@ -45,6 +45,12 @@ def quotient(output: Any, inputs: Any) -> Any:
     return total / weight, jnp.ones(())
 
 
+def mean(output: Any, inputs: Any) -> Any:
+    """The same number as `sums` gives, divided already."""
+    total, weight = sums(output, inputs)
+    return total / weight
+
+
 def make_pair(port: Any = Port, *, loss: Any = sums, rows: int = 4) -> Pair:
     rng = np.random.default_rng(0)
     return Pair(
@@ -77,14 +83,21 @@ def test_every_mode_is_compared_and_equal(devices: int) -> None:
     titles = [(s.title, s.precision) for s in rung.outcome.sections]
     over = f"over {devices} devices"
     assert titles == [
-        ("untapped", "float64"),
         ("eager", "float64"),
         (f"sharded {over}", "float64"),
         (f"pmap {over}", "float64"),
         ("untapped", "float32"),
     ]
     assert rung.passed, rung.failures
-    assert {"output", "loss", "layer.kernel"} <= {c.tensor for c in rung.outcome.sections[3].comparisons}
+    assert {"output", "loss", "layer.kernel"} <= {c.tensor for c in rung.outcome.sections[2].comparisons}
+
+
+def test_where_no_other_mode_has_gradients_it_is_compiled_unwatched_for_one_device() -> None:
+    rung = modes(make_pair(loss=mean))
+    assert rung.passed, rung.failures
+    first = rung.outcome.sections[0]
+    assert (first.title, first.precision) == ("untapped", "float64")
+    assert {"output", "loss", "layer.kernel"} <= {c.tensor for c in first.comparisons}
 
 
 def test_a_mean_of_means_over_devices_fails(devices: int) -> None:
