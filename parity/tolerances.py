@@ -169,9 +169,11 @@ INITIALISATION_RULE = (
 INITIALISATION_FIXED_RULE = "elements with the same value in every draw: the same ones on both sides, the same value"
 TRAJECTORY_DRAWS, TRAJECTORY_RATIO = 3, 10.0
 """A parameter beyond its bound is judged again by how far apart two trainings of the reference itself end up, where
-every weight was moved by at most one rounding at the start: over so many of them, the largest distance, so many times.
-An element whose gradient is a billionth of the others' has a relative error a billion times theirs, and Adam moves it
-by that; which element it is, the port and those trainings agree on. A fault is some thousand times larger."""
+every weight was moved by at most one rounding at the start, and every gradient gets the noise that it may have
+(GRADIENT_HALF_UNITS): over so many of them, the largest distance, so many times. An element whose gradient is a
+billionth of the others' has a relative error a billion times theirs, and Adam moves it by that; the port and those
+trainings agree on how many do. Behind a saturated softmax one framework subtracts equal numbers where the other does
+not, so that moving the weights alone shows nothing. A fault is some thousand times larger."""
 
 INITIALISATION_EXEMPT_RULE = "the pair says so: of the same shape, and finite"
 SHARE_RULE = (
@@ -194,7 +196,7 @@ TRAJECTORY_LOSS_RULE = f"relative difference of two float64 trainings: at most {
 TRAJECTORY_RULE = (
     f"root mean square difference of a tensor: at most {TRAJECTORY_PARAMETERS:.0e} for each unit of the learning rates "
     f"summed so far, its largest one {TRAJECTORY_ELEMENT:.0e}, beside one rounding of the parameter a step; beyond "
-    f"that, {TRAJECTORY_RATIO:g} times what one rounding of the weights changes in the reference"
+    f"that, {TRAJECTORY_RATIO:g} times what one rounding of weights and gradients changes in the reference"
 )
 TRAJECTORY_ZERO_RULE = (
     "true gradient zero, so it moves by rounding noise alone: at most the learning rates summed so far"

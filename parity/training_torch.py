@@ -8,6 +8,7 @@ import torch
 
 from parity.capture_torch import load_reference, tensors_of, to_numpy
 from parity.pair import Inputs, Masks, Side, Training
+from parity.weights.variation import Noise
 
 MOMENTS: Mapping[str, str] = {
     "exp_avg": "first_moment",
@@ -69,10 +70,19 @@ class TorchOptimizer:
 
 
 class TorchTraining:
-    """The reference, trained by its own training step; parameters in `held` keep their values."""
+    """The reference, trained by its own training step; parameters in `held` keep their values.
+
+    `noise` makes what is added to each gradient.
+    """
 
     def __init__(
-        self, side: Side, training: Training, weights: Mapping[str, np.ndarray], *, held: frozenset[str] = frozenset()
+        self,
+        side: Side,
+        training: Training,
+        weights: Mapping[str, np.ndarray],
+        *,
+        held: frozenset[str] = frozenset(),
+        noise: Noise | None = None,
     ):
         self.training = training
         module = side.module("float64")
@@ -80,6 +90,8 @@ class TorchTraining:
         load_reference(module, weights, precision="float64")
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name not in held)
+            if noise is not None and parameter.requires_grad:
+                parameter.register_hook(lambda g: g + torch.from_numpy(noise(tuple(g.shape))).to(g))
         self.state = training.start(module)
 
     def step(self, inputs: Inputs, masks: Masks) -> float:

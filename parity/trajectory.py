@@ -9,13 +9,21 @@ import numpy as np
 
 from parity import training
 from parity.compare import norm
-from parity.pair import Inputs, Masks, Side
+from parity.pair import Inputs, Masks, Precision, Side
 from parity.rungs import NotComparedError
 from parity.runs import Runs, zero_among
-from parity.tolerances import TRAJECTORY_DRAWS, TRAJECTORY_ELEMENT, TRAJECTORY_LOSS, TRAJECTORY_RATIO, trained_apart
+from parity.tolerances import (
+    GRADIENT_HALF_UNITS,
+    HALF_UNITS,
+    TRAJECTORY_DRAWS,
+    TRAJECTORY_ELEMENT,
+    TRAJECTORY_LOSS,
+    TRAJECTORY_RATIO,
+    trained_apart,
+)
 from parity.trace import LOSS
 from parity.training import Trained
-from parity.weights.variation import moved_by_a_rounding
+from parity.weights.variation import Noise, moved_by_a_rounding
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -55,6 +63,8 @@ class Trajectory:
     """Steps after which no parameter of that side had another value."""
     zero: frozenset[str] = frozenset()
     """Parameters whose true gradient is zero."""
+    together: float = 0.0
+    """Norm of all gradients of the reference together, at the first step."""
     further: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     """How far two trainings of the reference alone end up, where they were asked: see TRAJECTORY_DRAWS."""
     still: frozenset[str] = frozenset()
@@ -121,7 +131,7 @@ def train_both(runs: Runs, *, num_steps: int) -> Trajectory:
         inputs = training.batch_of(runs, step)
         masks = runs.draw_masks("reference", runs.seed + step, inputs=inputs)
         if step == 1:
-            found.zero = _zero(runs, inputs, masks)
+            found.zero, found.together = _first_gradients(runs, inputs, masks)
         found.losses.append((reference.step(inputs, masks), _step(runs, port, inputs, masks)))
         found.rates.append(_rate(runs, reference, step))
         after, after_there = reference.parameters(), port.parameters()
@@ -151,17 +161,19 @@ def _step(runs: Runs, port: Any, inputs: Inputs, masks: Masks) -> float:
 
 
 def judge_again(runs: Runs, found: Trajectory) -> int:
-    """Trains the reference beside itself, its weights moved by a rounding, until that settles what is beyond a bound.
+    """Trains the reference beside itself, until that settles what is beyond a bound: from weights moved by a rounding,
+    and with noise added to each gradient.
 
     Gives how many such trainings there were; if they settle nothing, the bounds stay what they were.
     """
     names = training.trained(runs, max_elements=None)
     # Where float64 ends inside, float32's roundings are what has to be told from a fault.
-    dtype = np.float64 if runs.float64_ends(0) is None else np.float32
-    weights = {name: array.astype(dtype) for name, array in runs.weights.items()}
+    precision: Precision = "float64" if runs.float64_ends(0) is None else "float32"
+    weights = {name: array.astype(precision) for name, array in runs.weights.items()}
     for draw in range(TRAJECTORY_DRAWS):
-        moved = moved_by_a_rounding(weights, seed=draw)
-        for name, distances in _beside_itself(runs, names, moved, num_steps=len(found.losses)).items():
+        noise = Noise(GRADIENT_HALF_UNITS * HALF_UNITS[precision] * found.together, seed=draw)
+        other = _reference(runs, names, weights=moved_by_a_rounding(weights, seed=draw), noise=noise)
+        for name, distances in _beside_itself(runs, names, other, num_steps=len(found.losses)).items():
             before = found.further.get(name, [0.0] * len(distances))
             found.further[name] = [max(pair) for pair in zip(before, distances, strict=True)]
         if found.within():
@@ -170,9 +182,9 @@ def judge_again(runs: Runs, found: Trajectory) -> int:
     return TRAJECTORY_DRAWS
 
 
-def _beside_itself(runs: Runs, names: Trained, moved: Tensors, *, num_steps: int) -> dict[str, list[float]]:
-    """Distances between the reference's training and that from other weights, after each step, and of the losses."""
-    here, there = (_reference(runs, names, weights=weights) for weights in (None, moved))
+def _beside_itself(runs: Runs, names: Trained, there: Trainer, *, num_steps: int) -> dict[str, list[float]]:
+    """Distances between the reference's training and another of it, after each step, and of the losses."""
+    here = _reference(runs, names)
     found: dict[str, list[float]] = {LOSS: []}
     for step in range(1, num_steps + 1):
         inputs = training.batch_of(runs, step)
@@ -235,18 +247,24 @@ class Composed:
 
 
 class ComposedReference(Composed):
-    """The reference; parameters in `held` keep their values."""
+    """The reference; parameters in `held` keep their values. `noise` makes what is added to each gradient."""
 
-    def __init__(self, runs: Runs, weights: Tensors, names: frozenset[str], held: frozenset[str]):
+    def __init__(
+        self, runs: Runs, weights: Tensors, names: frozenset[str], *, held: frozenset[str], noise: Noise | None
+    ):
         from parity import training_torch
 
         super().__init__(runs, runs.pair.reference, weights, names)
-        self.torch, self.held = training_torch, held
+        self.torch, self.held, self.noise = training_torch, held, noise
         moving = {name: self.weights[name] for name in names if name not in held}
         self.optimizer = training_torch.TorchOptimizer(self.side.optimizer, moving)
 
     def _trace(self, inputs: Inputs, masks: Masks) -> Any:
-        return self.runs.run_reference(inputs, "float64", weights=self.weights, training=True, masks=masks or None)
+        trace = self.runs.run_reference(inputs, "float64", weights=self.weights, training=True, masks=masks or None)
+        if self.noise is None:
+            return trace
+        noisy = {name: gradient + self.noise(gradient.shape) for name, gradient in trace.gradients.items()}
+        return dataclasses.replace(trace, gradients=noisy)
 
     def _clipped(self, gradients: Tensors) -> dict[str, np.ndarray]:
         return self.torch.clipped(self.side, {n: g for n, g in gradients.items() if n not in self.held})
@@ -285,16 +303,16 @@ class ComposedPort(Composed):
         self.weights |= {name: self.weights[name] + rate * update for name, update in updates.items()}
 
 
-def _reference(runs: Runs, names: Trained, *, weights: Tensors | None = None) -> Any:
+def _reference(runs: Runs, names: Trained, *, weights: Tensors | None = None, noise: Noise | None = None) -> Any:
     runs.live_reference()
     side, weights, held = runs.pair.reference, runs.weights if weights is None else weights, runs.derived.held
     if side.training is not None:
         from parity.training_torch import TorchTraining
 
-        return TorchTraining(side, side.training, weights, held=held)
+        return TorchTraining(side, side.training, weights, held=held, noise=noise)
     if side.optimizer is None:
         raise NotComparedError("the reference's side brings neither a training step nor an optimizer")
-    return ComposedReference(runs, weights, frozenset(names.shapes), held)
+    return ComposedReference(runs, weights, frozenset(names.shapes), held=held, noise=noise)
 
 
 def _port(runs: Runs, names: Trained) -> Any:
@@ -316,10 +334,12 @@ def _rate(runs: Runs, reference: Any, step: int) -> float:
     return float("nan") if schedule is None else own
 
 
-def _zero(runs: Runs, inputs: Inputs, masks: Masks) -> frozenset[str]:
-    """The port's parameters whose gradient is rounding noise in training mode, at the first step."""
+def _first_gradients(runs: Runs, inputs: Inputs, masks: Masks) -> tuple[frozenset[str], float]:
+    """Of the first step in training mode: the port's parameters whose gradient is rounding noise; the norm of all."""
     trace = runs.run_reference(inputs, "float64", training=True, masks=masks or None)
-    return zero_among(runs.gradients_in_port_layout(trace), runs.summed_in_port_layout(trace))
+    gradients = runs.gradients_in_port_layout(trace)
+    together = float(np.sqrt(sum(norm(gradient) ** 2 for gradient in gradients.values())))
+    return zero_among(gradients, runs.summed_in_port_layout(trace)), together
 
 
 def _measure(found: Trajectory, names: Trained, theirs: Tensors, ours: Tensors) -> None:

@@ -125,7 +125,7 @@ def _notes(found: Trajectory, first: int | None, departure: str, again: int) -> 
     per_unit = f", {furthest / way:.1e} for each unit of it" if way > 0 else ""
     yield f"{steps} steps, rates summed to {way:.3g}: parameters at most {furthest:.1e} apart at the end{per_unit}"
     if again and found.within():
-        yield f"settled by {again} trainings of the reference beside itself, from weights moved by a rounding"
+        yield f"settled by {again} trainings of the reference beside itself, weights and gradients moved by a rounding"
     if first is not None:
         how = "in a jump" if departure == "jump" else "by drift"
         yield f"parameters depart in step {first}, {how}"

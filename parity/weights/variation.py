@@ -1,4 +1,4 @@
-"""Weights slightly other than they are: moved by a rounding, or with noise where they are constant."""
+"""Weights slightly other than they are: moved by a rounding, or with noise where they are constant. Noise to add."""
 
 from collections.abc import Mapping
 
@@ -16,6 +16,19 @@ def moved_by_a_rounding(weights: Mapping[str, np.ndarray], *, seed: int) -> dict
             which == 2, weight, np.where(which == 1, *(np.nextafter(weight, limit) for limit in directions))
         )
     return moved
+
+
+class Noise:
+    """Arrays of independent normal numbers, each array of about the same norm."""
+
+    def __init__(self, norm: float, *, seed: int):
+        self._norm = norm
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self, shape: tuple[int, ...]) -> np.ndarray:
+        """The next one, in float64."""
+        drawn = self._rng.standard_normal(shape)
+        return np.asarray(drawn * (self._norm / max(1, drawn.size) ** 0.5))
 
 
 def without_constants(weights: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:

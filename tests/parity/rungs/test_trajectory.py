@@ -18,6 +18,7 @@ from parity.rungs import NotComparedError
 from parity.rungs import trajectory as rung
 from parity.runs import Runs
 from parity.tolerances import TRAJECTORY_LOSS, TRAJECTORY_PARAMETERS
+from parity.weights.variation import Noise
 from tests.parity.rungs import small_pair
 from tests.parity.rungs.small_pair import Port
 from transformer_config import TransformerConfig
@@ -224,6 +225,20 @@ def test_a_hundred_steps_of_the_twins_with_dropout() -> None:
     assert all(name.endswith("k_proj.bias") for name in found.zero)
     assert len(found.zero) == 3
     assert found.unchanged == {"reference": [], "port": []}
+
+
+@pytest.mark.parametrize("own_step", [True, False])
+def test_trainings_beside_itself_have_noise_in_every_gradient(own_step: bool) -> None:
+    """By the reference's own training step, and by the one that the harness composes."""
+    runs = Runs(twin_pair()) if own_step else small_pair.runs()
+    names, inputs = training.trained(runs, max_elements=None), training.batch_of(runs, 1)
+    masks = runs.draw_masks("reference", 1, inputs=inputs)
+    after = []
+    for norm in (0.0, 1.0):
+        trainer = trajectory._reference(runs, names, noise=Noise(norm, seed=0))
+        trainer.step(inputs, masks)
+        after.append(trainer.parameters())
+    assert all((after[0][name] != array).any() for name, array in after[1].items())
 
 
 def test_the_twins_real_steps_are_compared_not_copies_of_them() -> None:
