@@ -105,8 +105,8 @@ class FlaxTraining:
 class Initial:
     """Freshly drawn parameters of the port in float32, by seed: by the side's `initial`, or by building it once more.
 
-    A builder that takes `rngs` is compiled, for many seeds at once. Raises NotComparedError for a port that is built of
-    shapes only.
+    A builder that takes a seed is compiled, for many of them at once, where it can be. Raises NotComparedError for a
+    port that is built of shapes only.
     """
 
     def __init__(self, runner: FlaxRunner, names: frozenset[str]):
@@ -119,28 +119,34 @@ class Initial:
     def __call__(self, seed: int) -> dict[str, np.ndarray]:
         """Of this seed."""
         with self.runner.numerics():
-            if self.runner.side.initial is None and self.runner.side.takes_seed == "rngs":
-                return self._of_many(seed)
             initial = self.runner.side.initial
+            if initial is None and self.runner.side.takes_seed is not None:
+                return self._of_many(seed)
             drawn = dict(initial(seed)) if initial is not None else self._built(seed)
-            if any(isinstance(array, jax.ShapeDtypeStruct) for array in drawn.values()):
-                raise NotComparedError("the port is built of shapes only, and its side brings no `initial`")
             return {name: np.asarray(array, np.float32) for name, array in drawn.items() if name in self.names}
 
     def _of_many(self, seed: int) -> dict[str, np.ndarray]:
         number, place = divmod(seed, self._at_once)
         if self._drawn is None or self._drawn[0] != number:
-            seeds = number * self._at_once + np.arange(self._at_once)
-            keys = jax.vmap(jax.random.key)(jnp.asarray(seeds))
-            try:
-                drawn = self._compiled(keys)
-            except Exception:  # it draws on the host, say, or decides by a value
-                each = [self._built(jax.random.key(int(seed))) for seed in seeds]
-                drawn = {name: np.stack([arrays[name] for arrays in each]) for name in each[0]}
+            seeds = number * self._at_once + np.arange(self._at_once, dtype=np.int32)
+            drawn = self._at_a_time(jnp.asarray(seeds))
             self._drawn = number, {name: np.asarray(array, np.float32) for name, array in drawn.items()}
         return {name: array[place] for name, array in self._drawn[1].items()}
+
+    def _at_a_time(self, seeds: jax.Array) -> dict[str, Any]:
+        """Compiled with keys, which `nnx.Rngs` takes as it takes integers; else with integers; else one by one."""
+        for given in (jax.vmap(jax.random.key)(seeds), seeds):
+            try:
+                return dict(self._compiled(given))
+            except Exception:  # it draws on the host, say, or decides by a value
+                continue
+        keys = self.runner.side.takes_seed == "rngs"
+        each = [self._built(jax.random.key(int(seed)) if keys else int(seed)) for seed in seeds]
+        return {name: np.stack([arrays[name] for arrays in each]) for name in each[0]}
 
     def _built(self, seed: Any) -> dict[str, Any]:
         state = nnx.to_flat_state(nnx.state(self.runner.side.module("float32", seed=seed), nnx.Param))
         drawn = {".".join(map(str, path)): variable.get_value() for path, variable in state}
+        if any(isinstance(array, jax.ShapeDtypeStruct) for array in drawn.values()):
+            raise NotComparedError("the port is built of shapes only, and its side brings no `initial`")
         return {name: array for name, array in drawn.items() if name in self.names}

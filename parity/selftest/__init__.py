@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from parity.selftest.outcome import Outcome
 
-BLIND, BLIND_QUICKLY, CLEAN, CLEAN_QUICKLY = 220, 20, 200, 8
+BLIND, BLIND_QUICKLY, CLEAN, CLEAN_QUICKLY = 205, 20, 200, 8
 """How many mutations and clean pairs, in full and with --quick."""
 
 

@@ -12,9 +12,11 @@ import torch
 from flax import nnx
 
 from parity import statistics, training_torch
+from parity.capture_flax import FlaxRunner
 from parity.pair import KnownDifference, Pair, Side
 from parity.rungs import NotComparedError, initialisation
 from parity.runs import Runs
+from parity.training_flax import Initial
 from tests.parity.rungs import small_pair
 from tests.parity.rungs.small_pair import WIDTHS, Port, Reference, linear
 
@@ -177,6 +179,38 @@ def test_a_side_may_bring_its_own_draws(equal: Any) -> None:
     assert not failed(climb(port={"build": lambda: nnx.eval_shape(lambda: Port(rngs=nnx.Rngs(0))), "initial": initial}))
     with pytest.raises(NotComparedError, match="shapes only"):
         climb(port={"build": lambda: nnx.eval_shape(lambda: Port(rngs=nnx.Rngs(0)))})
+
+
+def by_rngs(seed: Any) -> jax.Array:
+    return jax.random.normal(nnx.Rngs(seed).params(), (3,))
+
+
+def by_key(seed: Any) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (3,))
+
+
+def by_numpy(seed: Any) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(3).astype(np.float32)
+
+
+@pytest.mark.parametrize("draw", [by_rngs, by_key, by_numpy])
+def test_a_builder_that_takes_a_seed_is_given_it_compiled_or_not(draw: Callable[[Any], Any]) -> None:
+    class Drawn(nnx.Module):
+        def __init__(self, seed: Any = 0):
+            self.weight = nnx.Param(jnp.asarray(draw(seed)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x * self.weight.get_value()
+
+    runner = FlaxRunner(Side(build=Drawn), precision="float32")
+    initial = Initial(runner, frozenset({"weight"}))
+    for seed in (0, 3, 70):
+        assert np.allclose(initial(seed)["weight"], draw(seed), rtol=1e-6)
+
+
+def test_of_a_builder_of_shapes_that_takes_a_seed_nothing_can_be_drawn() -> None:
+    with pytest.raises(NotComparedError, match="shapes only"):
+        climb(port={"build": lambda seed=0: nnx.eval_shape(lambda: Port(rngs=nnx.Rngs(seed)))})
 
 
 def test_torchs_random_numbers_are_left_as_they_were() -> None:
