@@ -51,10 +51,14 @@ def climb(runs: Runs) -> Outcome:
 
 
 def _untapped_float32(runs: Runs, inputs: Inputs, expected: Values) -> Section:
-    """The program that users run, by the reference's distance from the float64 answer."""
-    plain = runs.run_port(inputs, "float32", tap=False)
+    """The program that users run, by the reference's distance from the float64 answer.
+
+    On a CPU the forward pass: to compile a tiny model's backward pass as users do takes 8 s more there, a seventh of
+    the ladder, and its gradients were judged when it was watched.
+    """
+    plain = runs.run_port(inputs, "float32", tap=False, backward=jax.default_backend() != "cpu")
     values = _values(runs, plain.results, plain.loss, plain.gradients)
-    ours = {name: relative_error(values[name], array) for name, array in expected.items()}
+    ours = {name: relative_error(array, expected[name]) for name, array in values.items()}
     outputs, gradients = runs.reference_errors(0)
     theirs = {name: (outputs | gradients)[name] for name in ours}
 
