@@ -196,7 +196,7 @@ TRAJECTORY_LOSS_RULE = f"relative difference of two float64 trainings: at most {
 TRAJECTORY_RULE = (
     f"root mean square difference of a tensor: at most {TRAJECTORY_PARAMETERS:.0e} for each unit of the learning rates "
     f"summed so far, its largest one {TRAJECTORY_ELEMENT:.0e}, beside one rounding of the parameter a step; beyond "
-    f"that, {TRAJECTORY_RATIO:g} times what one rounding of weights and gradients changes in the reference"
+    f"that, {TRAJECTORY_RATIO:g} times what roundings of weights, and noise in gradients, change in the reference"
 )
 TRAJECTORY_ZERO_RULE = (
     "true gradient zero, so it moves by rounding noise alone: at most the learning rates summed so far"

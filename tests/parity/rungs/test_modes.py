@@ -132,6 +132,28 @@ def test_a_port_that_computes_something_else_when_it_is_not_watched_fails() -> N
     assert "untapped" in failed(modes(make_pair(Shy)))
 
 
+def test_a_result_that_is_only_there_when_watched_is_missed(devices: int) -> None:
+    class Sparing(Port):
+        times = 0
+
+        def __call__(self, x: jax.Array) -> Any:
+            Sparing.times += 1
+            both = {"a": self.layer(x), "b": self.layer(x) + 1.0}
+            return both if Sparing.times <= 2 else {"a": both["a"]}
+
+    class SparingReference(Reference):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"a": self.layer(x), "b": self.layer(x) + 1.0}
+
+    pair = make_pair(Sparing)
+    pair = Pair(
+        reference=Side(build=SparingReference, call=call), port=Side(build=Sparing, call=call), inputs=pair.inputs
+    )
+    rung = modes(pair)
+    assert {"untapped", "eager", f"sharded over {devices} devices"} <= failed(rung)
+    assert "output[b]" in {failure.tensor for failure in rung.failures}
+
+
 def test_without_a_common_axis_several_devices_are_not_compared_and_said_so() -> None:
     pair = make_pair()
     pair = Pair(
