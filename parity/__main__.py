@@ -222,6 +222,8 @@ def _asked(
         raise UsageError(f"expected one of MY_PORT.PY, --preset and --checkpoint, got {' and '.join(given) or 'none'}")
     if assignments and preset is None:
         raise UsageError(f"expected --set with --preset alone, got it with {given[0]}, which has its own config")
+    if module and port_file is None:
+        raise UsageError(f"expected --module with a file whose port is a port of {module!r} alone, got {given[0]}")
     if seed < 0:
         raise UsageError(f"--seed: expected at least 0, got {seed}")
     fields = _fields(assignments)

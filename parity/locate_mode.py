@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from parity.follow import Followed, follow
+from parity.part import derived
 from parity.rungs import Section
 from parity.rungs.rows import common_rows, rows_of_a_device
 from parity.runs import Runs
@@ -42,7 +43,8 @@ def _by_rows(runs: Runs) -> tuple[Trace, Trace] | None:
     share = None if rows is None else rows_of_a_device(rows, len(jax.devices()))
     if rows is None or share is None or share >= rows:
         return None
-    alone = runs.run_port({name: array[:share] for name, array in inputs.items()}, "float64", backward=False)
+    few = derived(inputs, {name: array[:share] for name, array in inputs.items()})
+    alone = runs.run_port(few, "float64", backward=False)
     return _rows(runs.port("float64"), rows, share, like=alone), alone
 
 

@@ -20,6 +20,11 @@ class PartInputs(dict[str, Any]):
         """What the whole reference was given."""
 
 
+def derived(inputs: Inputs, changed: Inputs) -> Inputs:
+    """What was made out of inputs: still those of a part, if they were, not of the whole model."""
+    return PartInputs(changed, whole=inputs.whole) if isinstance(inputs, PartInputs) else changed
+
+
 def pair_of_part(pair: Pair) -> Pair:
     """The same pair with the submodule as its reference, without what belongs to the whole model: a loss, a decoder.
 

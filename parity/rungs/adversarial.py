@@ -14,6 +14,7 @@ import numpy as np
 from parity import probe
 from parity.compare import Comparison, relative_error
 from parity.pair import Inputs
+from parity.part import derived
 from parity.rungs import NotComparedError, Outcome, Section, float32, section
 from parity.rungs.forward import compare_all
 from parity.rungs.gradients import compare_traces
@@ -50,12 +51,13 @@ def cases(runs: Runs) -> dict[str, Inputs]:
     if runs.pair.adversarial is not None:
         return dict(runs.pair.adversarial(runs.seed))
     batch = runs.batches[0]
-    floating = {name for name, array in batch.items() if np.issubdtype(array.dtype, np.floating)}
+    arrays = {name: array for name, array in batch.items() if isinstance(array, np.ndarray)}
+    floating = {name for name, array in arrays.items() if np.issubdtype(array.dtype, np.floating)}
     if not floating:
         return {}
 
-    def changed(change: float, offset: float) -> dict[str, np.ndarray]:
-        return {name: array * change + offset if name in floating else array for name, array in batch.items()}
+    def changed(change: float, offset: float) -> Inputs:
+        return derived(batch, {n: x * change + offset if n in floating else x for n, x in batch.items()})
 
     return {
         "exact zeros": changed(0.0, 0.0),

@@ -40,6 +40,7 @@ def status(*arguments: str) -> int:
         (("check", "--preset", "tiny", "--set", "norm_oder=pre"), "norm_oder=pre"),
         (("check", "--preset", "tiny", "--set", "window"), "FIELD=VALUE"),
         (("check", "--checkpoint", "somewhere", "--set", "window=3"), "expected --set with --preset alone"),
+        (("check", "--preset", "tiny", "--module", "encoder"), "expected --module with a file whose port is"),
         (("convert", "a", "b", "--from", "torch", "--to", "flax"), "torch"),
         (("check", "--preset", "tiny", "--set", "num_heads=7"), "num_heads: expected a divisor of d_model=30, got 7"),
         (("check", "--preset", "tiny", "--set", "attention=library"), "got 'library'"),

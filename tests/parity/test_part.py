@@ -7,6 +7,7 @@ import pytest
 import torch
 from flax import nnx
 
+from parity import ladder
 from parity.pair import Pair
 from parity.runs import Runs
 from tests.parity.one_layer import FlaxLayer, FlaxLayerOffByABillionth, Layer, X, climb, failures
@@ -51,6 +52,14 @@ def test_only_a_part_is_ported_and_both_are_given_what_the_reference_gives_it(pa
     assert runs.run_port(other, "float64").results["output"].shape == (1, 2, 5)
     expected = runs.run_reference(other, "float64").results["output"]
     np.testing.assert_allclose(runs.run_port(other, "float64").results["output"], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("part", ["layer", "encoder.layers.1"])
+def test_a_part_climbs_the_whole_ladder(part: str) -> None:
+    report = ladder.check(part_pair(part), keep_going=True)
+    # nnx draws another distribution than torch does, as any part that is left as nnx makes it.
+    assert [rung.name for rung in report.failed] == ["initialisation"]
+    assert report.rung("adversarial").status == report.rung("modes").status == "passed"
 
 
 def test_a_fault_in_the_part_is_found() -> None:
