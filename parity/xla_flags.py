@@ -8,7 +8,8 @@ QUICKLY = {
     "xla_cpu_use_fusion_emitters": (False, True),
     "xla_cpu_parallel_codegen_split_count": (1, 32),
 }
-"""What makes the hundreds of small programs of a check compile in half the time, and XLA's own value."""
+"""What makes the hundreds of small programs of a check compile faster, and XLA's own value. An eager forward pass takes
+3.4 s of CPU time instead of 4.7."""
 
 changed: dict[str, bool | int] = {}
 """The flags that this process was given though nobody asked for them, with XLA's own values: see compilation."""
