@@ -20,10 +20,11 @@ def _expect_positive(section: str, config: Any, *names: str) -> None:
 class CorpusConfig:
     """Which parallel text to train on."""
 
-    kind: Literal["demo", "files"] = "demo"
-    """`demo` is built from Unicode CLDR at run time; `files` reads line-aligned files, plain or .gz, in `path`."""
+    kind: Literal["demo", "files", "iwslt"] = "demo"
+    """`demo` is built from Unicode CLDR at run time; `files` reads `path`; `iwslt` reads IWSLT's own files there."""
     path: Path | None = None
-    """Folder that holds `<split>.<language>` or `<split>.<language>.gz` for every split and both languages."""
+    """Folder that holds, for every split, `<split>.<language>` in both languages, `<split>.tsv`, `<split>.jsonl` or
+    `<split>.parquet` (all but the last plain or .gz); or `train.tags.de-en.de`, `IWSLT16.TED.tst2013.de-en.de.xml`."""
     source_language: str = "de"
     target_language: str = "en"
     train_split: str = "train"
@@ -35,8 +36,8 @@ class CorpusConfig:
     """Of the demo corpus: which combinations are drawn and which are held out."""
 
     def __post_init__(self) -> None:
-        if self.kind == "files" and self.path is None:
-            raise ValueError("corpus.path: expected a folder of line-aligned files with corpus.kind='files', got None")
+        if self.kind != "demo" and self.path is None:
+            raise ValueError(f"corpus.path: expected a folder of files with corpus.kind={self.kind!r}, got None")
         _expect_positive("corpus", self, "num_pairs")
 
 
@@ -78,14 +79,27 @@ class BatchConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Adam with the Noam schedule (paper 5.3) and clipping by global norm."""
+    """How gradients become steps: by default Adam with the Noam schedule (paper 5.3), and clipping by global norm."""
 
+    name: Literal["adam", "adamw", "adafactor"] = "adam"
+    """`adafactor` keeps a row and a column of second moments in the place of a matrix (Shazeer and Stern 2018), and has
+    b1, b2 and eps of its own."""
     b1: float = 0.9
     b2: float = 0.98
     eps: float = 1e-9
+    weight_decay: float = 0.0
+    """Of adamw: decoupled, on matrices alone."""
+    schedule: Literal["noam", "inverse_sqrt", "cosine", "constant"] = "noam"
+    """All four begin with a linear warm-up."""
     noam_factor: float = 1.0
     """Multiplies the paper's learning rate."""
+    learning_rate: float | None = None
+    """The peak, of every schedule but noam, which has its own."""
     warmup_steps: int = 4_000
+    decay_steps: int | None = None
+    """The step at which cosine has reached its end."""
+    final_share: float = 0.0
+    """Of the peak, where cosine ends."""
     clip_norm: float | None = 1.0
     """Global norm to which gradients are scaled down; None leaves them."""
 
@@ -96,6 +110,32 @@ class OptimizerConfig:
                 raise ValueError(f"optimizer.{name}: expected a rate in [0, 1), got {getattr(self, name)}")
         if self.clip_norm is not None:
             _expect_positive("optimizer", self, "clip_norm")
+        if not self.weight_decay >= 0.0 or (self.weight_decay and self.name != "adamw"):
+            raise ValueError(
+                "optimizer.weight_decay: expected at least 0, and more only with optimizer.name='adamw', "
+                f"got {self.weight_decay} with {self.name!r}"
+            )
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        if (self.learning_rate is None) != (self.schedule == "noam"):
+            expected = "None with optimizer.schedule='noam'" if self.schedule == "noam" else "the peak"
+            raise ValueError(
+                f"optimizer.learning_rate: expected {expected}, got {self.learning_rate} with {self.schedule!r}"
+            )
+        if self.learning_rate is not None:
+            _expect_positive("optimizer", self, "learning_rate")
+        if (self.decay_steps is not None) != (self.schedule == "cosine"):
+            expected = "the last step of the decay" if self.schedule == "cosine" else "None"
+            raise ValueError(
+                f"optimizer.decay_steps: expected {expected}, got {self.decay_steps} with {self.schedule!r}"
+            )
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"optimizer.decay_steps: expected more than warmup_steps={self.warmup_steps}, got {self.decay_steps}"
+            )
+        if not 0.0 <= self.final_share <= 1.0:
+            raise ValueError(f"optimizer.final_share: expected a share in [0, 1], got {self.final_share}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

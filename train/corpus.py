@@ -1,13 +1,13 @@
 """Parallel text: line i of the source translates into line i of the target. Read from files, or built."""
 
-import gzip
-import zlib
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from train import iwslt, readers
 from train.config import CorpusConfig
-
-UTF8_BOM = b"\xef\xbb\xbf"
+from train.readers import Pair, PairSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,16 @@ class ParallelText:
         if not self.source:
             raise ValueError("expected at least one pair of sentences, got none")
 
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> "ParallelText":
+        """Out of pairs."""
+        return cls(source=tuple(pair[0] for pair in pairs), target=tuple(pair[1] for pair in pairs))
+
     def __len__(self) -> int:
         return len(self.source)
+
+    def __iter__(self) -> Iterator[Pair]:
+        return zip(self.source, self.target, strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,91 +62,62 @@ def load_corpus(config: CorpusConfig) -> Corpus:
 
 
 def _load_files(config: CorpusConfig) -> Corpus:
-    notes: list[str] = []
-    whole = _load_split(config, config.train_split)
-    kept = [pair for pair in zip(whole.source, whole.target, strict=True) if all(side.strip() for side in pair)]
-    if not kept:
-        raise ValueError(
-            f"expected training pairs with words on both sides, "
-            f"got none in split {config.train_split!r} of {config.path}"
-        )
-    if len(kept) < len(whole):
-        notes.append(
-            f"{config.train_split}: {len(whole) - len(kept)} of {len(whole)} pairs dropped, one side being empty"
-        )
-    held_out = []
-    for split in (config.validation_split, config.test_split):
-        text = _load_split(config, split)
-        # Held-out pairs are never dropped: every sentence is to be scored exactly once, the odd ones too.
-        empty = sum(
-            not (source.strip() and target.strip()) for source, target in zip(text.source, text.target, strict=True)
-        )
-        if empty:
-            notes.append(f"{split}: {empty} of {len(text)} pairs have an empty side; kept and scored")
-        held_out.append(text)
-    train = ParallelText(source=tuple(pair[0] for pair in kept), target=tuple(pair[1] for pair in kept))
-    return Corpus(train=train, validation=held_out[0], test=held_out[1], notes=tuple(notes))
-
-
-def _load_split(config: CorpusConfig, split: str) -> ParallelText:
     if config.path is None:  # refused by CorpusConfig already
         raise ValueError("expected a folder in corpus.path, got None")
-    source_file = _find_file(config.path, split=split, language=config.source_language)
-    target_file = _find_file(config.path, split=split, language=config.target_language)
-    source, target = read_lines(source_file), read_lines(target_file)
-    if len(source) != len(target):
-        raise ValueError(
-            f"expected files of equally many lines, "
-            f"got {len(source)} in {source_file} and {len(target)} in {target_file}"
-        )
-    return ParallelText(source=source, target=target)
+    find = iwslt.find_split if config.kind == "iwslt" else readers.find_split
+    names = (config.train_split, config.validation_split, config.test_split)
+    splits = [find(config.path, name, source=config.source_language, target=config.target_language) for name in names]
+    train, dropped = _without_empty(splits[0])
+    # Held-out pairs are never dropped: every sentence is to be scored exactly once, the odd ones too.
+    validation, test = (ParallelText.of(list(split)) for split in splits[1:])
+    notes = [str(dropped)] if dropped.dropped else []
+    for split, text in zip(splits[1:], (validation, test), strict=True):
+        notes += _notes(split.name, text, train)
+    return Corpus(train=train, validation=validation, test=test, notes=tuple(notes))
 
 
-def _find_file(folder: Path, *, split: str, language: str) -> Path:
-    """`<split>.<language>`, or the same with .gz; the plain file where both exist."""
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"expected a folder with {split}.{language} in corpus.path, got {folder}: no such folder"
-        )
-    candidates = [folder / f"{split}.{language}", folder / f"{split}.{language}.gz"]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    tried = " or ".join(candidate.name for candidate in candidates)
-    names = sorted(entry.name for entry in folder.iterdir())
-    listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-    raise FileNotFoundError(f"expected {tried} in {folder}, which holds {listed or 'nothing'}")
+@dataclass(kw_only=True)
+class EmptyReport:
+    """Training pairs that were left out because a side has no words."""
+
+    split: str
+    pairs: int = 0
+    sides: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    @property
+    def dropped(self) -> int:
+        """How many."""
+        return self.sides.total()
+
+    def __str__(self) -> str:
+        how = ", ".join(f"{count} {side}" for side, count in self.sides.items())
+        return f"{self.split}: {self.dropped} of {self.pairs} pairs dropped for want of words: {how}"
 
 
-def read_lines(path: Path) -> tuple[str, ...]:
-    r"""The lines of a UTF-8 file, which may be gzipped (.gz), without their ends and without a byte-order mark.
-
-    Lines end with "\n" or "\r\n" and nowhere else: `str.splitlines` would also split at U+2028, U+0085 or a form
-    feed inside a sentence, and so shift every later line against the other language.
-
-    Raises ValueError that names the file when it is empty, no whole gzip file or no UTF-8 (then with the line).
-    """
-    data = _read_bytes(path).removeprefix(UTF8_BOM)
-    if not data:
-        raise ValueError(f"expected lines of text in {path}, got an empty file")
-    raw_lines = data.removesuffix(b"\n").split(b"\n")
-    lines = []
-    for number, raw in enumerate(raw_lines, start=1):
-        try:
-            lines.append(raw.removesuffix(b"\r").decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"expected UTF-8 in {path}, "
-                f"got {raw[error.start : error.end]!r} in line {number}, byte {error.start + 1}"
-            ) from error
-    return tuple(lines)
+def _without_empty(split: PairSource) -> tuple[ParallelText, EmptyReport]:
+    report, kept = EmptyReport(split=split.name), []
+    for pair in split:
+        report.pairs += 1
+        empty = tuple(not side.strip() for side in pair)
+        if any(empty):
+            report.sides["on both sides" if all(empty) else "in the source" if empty[0] else "in the target"] += 1
+        else:
+            kept.append(pair)
+    if not kept:
+        files = ", ".join(map(str, split.files))
+        raise ValueError(f"expected training pairs with words on both sides, got none in {files}")
+    return ParallelText.of(kept), report
 
 
-def _read_bytes(path: Path) -> bytes:
-    if path.suffix != ".gz":
-        return path.read_bytes()
-    try:
-        with gzip.open(path) as stream:
-            return stream.read()
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"expected a whole gzip file in {path}, got a truncated or damaged one ({error})") from error
+def _notes(name: str, text: ParallelText, train: ParallelText) -> Iterator[str]:
+    """What to know of a held-out split: sentences without words, and those that training has seen."""
+    empty = sum(not (source.strip() and target.strip()) for source, target in text)
+    if empty:
+        yield f"{name}: {empty} of {len(text)} pairs have an empty side; kept and scored"
+    pairs, sources = set(text), set(text.source)
+    seen = {pair for pair in train if pair[0] in sources}
+    seen_sources = {source for source, _ in seen}
+    count = sum(source in seen_sources for source in text.source)
+    if count:
+        same = sum(pair in (seen & pairs) for pair in text)
+        yield f"{name}: {count} of {len(text)} sources stand in the training text too, {same} with the same translation"

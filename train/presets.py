@@ -42,9 +42,18 @@ def demo() -> TrainConfig:
 
 def multi30k_de_en() -> TrainConfig:
     """Multi30k, German to English: 3+3 layers, d_model 256, joint BPE of 8,000, 2,500 tokens a batch."""
+    return _multi30k("de", "en")
+
+
+def multi30k_en_de() -> TrainConfig:
+    """The same, English to German."""
+    return _multi30k("en", "de")
+
+
+def _multi30k(source: str, target: str) -> TrainConfig:
     return TrainConfig(
-        run_dir=Path("runs/multi30k-de-en"),
-        corpus=CorpusConfig(kind="files", path=Path("data/multi30k")),
+        run_dir=Path(f"runs/multi30k-{source}-{target}"),
+        corpus=CorpusConfig(kind="files", path=Path("data/multi30k"), source_language=source, target_language=target),
         tokenizer=TokenizerConfig(vocab_size=8_000),
         model=TransformerConfig(
             src_vocab_size=8_000,
@@ -65,4 +74,34 @@ def multi30k_de_en() -> TrainConfig:
     )
 
 
-PRESETS: dict[str, Callable[[], TrainConfig]] = {"demo": demo, "multi30k-de-en": multi30k_de_en}
+def iwslt16_de_en() -> TrainConfig:
+    """IWSLT 2016, German to English: 6+6 layers, d_model 512 with a narrow d_ff, much dropout for little text."""
+    return TrainConfig(
+        run_dir=Path("runs/iwslt16-de-en"),
+        corpus=CorpusConfig(kind="iwslt", path=Path("data/iwslt16"), validation_split="tst2013", test_split="tst2014"),
+        tokenizer=TokenizerConfig(vocab_size=10_000),
+        model=TransformerConfig(
+            src_vocab_size=10_000,
+            tgt_vocab_size=10_000,
+            d_model=512,
+            d_ff=1024,
+            num_heads=4,
+            num_encoder_layers=6,
+            num_decoder_layers=6,
+            dropout=0.3,
+            max_len=512,
+        ),
+        batch=BatchConfig(max_tokens=4_096, num_buckets=8, max_len=256),
+        optimizer=OptimizerConfig(schedule="inverse_sqrt", learning_rate=5e-4, warmup_steps=4_000),
+        evaluation=EvaluationConfig(batch_size=64, max_decode_len=256),
+        checkpoint=CheckpointConfig(every_steps=1_000, keep=5),
+        epochs=60,
+    )
+
+
+PRESETS: dict[str, Callable[[], TrainConfig]] = {
+    "demo": demo,
+    "multi30k-de-en": multi30k_de_en,
+    "multi30k-en-de": multi30k_en_de,
+    "iwslt16-de-en": iwslt16_de_en,
+}

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, Key
 
 from flax_transformer.parameters import initial_parameters
 from train.config import OptimizerConfig, TrainConfig
-from train.schedule import noam_schedule
+from train.schedule import make_schedule
 
 
 class TrainState(NamedTuple):
@@ -30,11 +30,27 @@ def make_adam(config: OptimizerConfig, learning_rate: optax.ScalarOrSchedule) ->
     return optax.adam(learning_rate, b1=config.b1, b2=config.b2, eps=config.eps)
 
 
+def make_steps(config: OptimizerConfig, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """The optimizer that `config` names, without clipping."""
+    if config.name == "adam":
+        return make_adam(config, learning_rate)
+    if config.name == "adamw":
+        return optax.adamw(
+            learning_rate,
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=lambda params: jax.tree.map(lambda array: array.ndim > 1, params),
+        )
+    # Steps in proportion to a parameter's own size would make the learning rate another than the one that is named.
+    return optax.adafactor(learning_rate, multiply_by_parameter_scale=False)
+
+
 def make_optimizer(config: OptimizerConfig, *, d_model: int) -> optax.GradientTransformation:
-    """Clipping, if any, then Adam with the Noam rate."""
-    schedule = noam_schedule(d_model=d_model, warmup_steps=config.warmup_steps, factor=config.noam_factor)
-    adam = make_adam(config, schedule)
-    return adam if config.clip_norm is None else optax.chain(make_clipping(config), adam)
+    """Clipping, if any, then steps at the schedule's rate."""
+    steps = make_steps(config, make_schedule(config, d_model=d_model))
+    return steps if config.clip_norm is None else optax.chain(make_clipping(config), steps)
 
 
 def initial_state(config: TrainConfig, key: Key[Array, ""]) -> TrainState:

@@ -12,7 +12,7 @@ from flax_transformer import NO_DROPOUT, DropoutKey, DropoutSource
 from flax_transformer.parameters import abstract_model, with_parameters
 from train.config import OptimizerConfig, TrainConfig
 from train.loss import LossSums, label_smoothed_cross_entropy
-from train.schedule import noam_schedule
+from train.schedule import make_schedule
 from train.state import TrainState, make_optimizer
 from transformer_config import TransformerConfig
 
@@ -60,7 +60,7 @@ def make_update(model: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
     """
     loss = make_loss(model, smoothing=smoothing)
     transformation = make_optimizer(optimizer, d_model=model.d_model)
-    schedule = noam_schedule(d_model=model.d_model, warmup_steps=optimizer.warmup_steps, factor=optimizer.noam_factor)
+    schedule = make_schedule(optimizer, d_model=model.d_model)
 
     def mean_loss(params: dict[str, Array], batch: Arrays, dropout: DropoutSource) -> tuple[Array, LossSums]:
         sums = loss(params, batch, dropout)

@@ -25,7 +25,8 @@ def config(**changes: object) -> TrainConfig:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: CorpusConfig(kind="files"), r"corpus\.path: expected a folder .*, got None"),
+        (lambda: CorpusConfig(kind="files"), r"corpus\.path: expected a folder .*'files', got None"),
+        (lambda: CorpusConfig(kind="iwslt"), r"corpus\.path: expected a folder .*'iwslt', got None"),
         (lambda: CorpusConfig(num_pairs=0), r"corpus\.num_pairs: expected more than 0, got 0"),
         (lambda: TokenizerConfig(vocab_size=259), r"tokenizer\.vocab_size: expected at least 260 .*, got 259"),
         (lambda: BatchConfig(max_tokens=0), r"batch\.max_tokens: expected more than 0"),
@@ -37,6 +38,21 @@ def config(**changes: object) -> TrainConfig:
         (lambda: OptimizerConfig(warmup_steps=0), r"optimizer\.warmup_steps: expected more than 0"),
         (lambda: OptimizerConfig(noam_factor=float("nan")), r"optimizer\.noam_factor: expected more than 0, got nan"),
         (lambda: OptimizerConfig(clip_norm=0.0), r"optimizer\.clip_norm: expected more than 0"),
+        (lambda: OptimizerConfig(weight_decay=0.1), r"optimizer\.weight_decay: .*'adamw', got 0\.1 with 'adam'"),
+        (lambda: OptimizerConfig(name="adamw", weight_decay=-1.0), r"optimizer\.weight_decay: expected at least 0"),
+        (lambda: OptimizerConfig(learning_rate=1e-3), r"optimizer\.learning_rate: expected None with .*'noam'"),
+        (lambda: OptimizerConfig(schedule="constant"), r"optimizer\.learning_rate: expected the peak, got None"),
+        (lambda: OptimizerConfig(schedule="constant", learning_rate=0.0), r"optimizer\.learning_rate: .* more than 0"),
+        (
+            lambda: OptimizerConfig(schedule="cosine", learning_rate=1e-3),
+            r"optimizer\.decay_steps: expected the last step of the decay, got None with 'cosine'",
+        ),
+        (lambda: OptimizerConfig(decay_steps=9), r"optimizer\.decay_steps: expected None, got 9 with 'noam'"),
+        (
+            lambda: OptimizerConfig(schedule="cosine", learning_rate=1e-3, warmup_steps=5, decay_steps=5),
+            r"optimizer\.decay_steps: expected more than warmup_steps=5, got 5",
+        ),
+        (lambda: OptimizerConfig(final_share=1.5), r"optimizer\.final_share: expected a share in \[0, 1\], got 1\.5"),
         (lambda: EvaluationConfig(batch_size=0), r"evaluation\.batch_size: expected more than 0"),
         (lambda: EvaluationConfig(bleu_every_epochs=0), r"evaluation\.bleu_every_epochs: expected more than 0"),
         (lambda: CheckpointConfig(keep=0), r"checkpoint\.keep: expected more than 0"),

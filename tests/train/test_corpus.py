@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from train.config import CorpusConfig
-from train.corpus import ParallelText, load_corpus, read_lines
+from train.corpus import ParallelText, load_corpus
 
 LINES = {"train": 4, "val": 2, "test": 3}
 
@@ -35,25 +35,10 @@ def test_gzipped_files_read_like_plain_ones(tmp_path: Path) -> None:
     assert load_corpus(config) == plain
 
 
-def test_only_newlines_end_lines(tmp_path: Path) -> None:
-    odd = "a\u2028b\u0085c\x0bd\x0ce\x1cf\rg"
-    file = tmp_path / "odd.de"
-    file.write_bytes(f"\ufeff{odd}\r\nplain\r\n\nlast".encode())
-    assert read_lines(file) == (odd, "plain", "", "last")
-
-
-def test_a_final_newline_adds_no_line_but_an_empty_line_counts(tmp_path: Path) -> None:
-    file = tmp_path / "x.de"
-    file.write_bytes(b"a\n")
-    assert read_lines(file) == ("a",)
-    file.write_bytes(b"a\n\n")
-    assert read_lines(file) == ("a", "")
-
-
 def test_training_pairs_with_an_empty_side_are_dropped_and_counted(tmp_path: Path) -> None:
     corpus = load_corpus(write_corpus(tmp_path, train_de=b"a\n\nc\nd\n", train_en=b"A\nB\n \nD\n"))
     assert corpus.train == ParallelText(source=("a", "d"), target=("A", "D"))
-    assert corpus.notes == ("train: 2 of 4 pairs dropped, one side being empty",)
+    assert corpus.notes == ("train: 2 of 4 pairs dropped for want of words: 1 in the source, 1 in the target",)
 
 
 def test_held_out_pairs_are_never_dropped(tmp_path: Path) -> None:
@@ -62,8 +47,15 @@ def test_held_out_pairs_are_never_dropped(tmp_path: Path) -> None:
     assert corpus.notes == ("test: 1 of 3 pairs have an empty side; kept and scored",)
 
 
+def test_held_out_sentences_that_training_has_seen_are_counted(tmp_path: Path) -> None:
+    corpus = load_corpus(
+        write_corpus(tmp_path, train_de=b"a\nb\nc\nd\n", train_en=b"A\nB\nC\nD\n", val_de=b"b\nc\n", val_en=b"B\nX\n")
+    )
+    assert corpus.notes == ("val: 2 of 2 sources stand in the training text too, 1 with the same translation",)
+
+
 def test_no_usable_training_pair(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="split 'train'"):
+    with pytest.raises(ValueError, match=r"got none in .*train\.de, .*train\.en"):
         load_corpus(write_corpus(tmp_path, train_de=b"\n\n\n\n"))
 
 
@@ -75,7 +67,7 @@ def test_missing_file_is_named_with_what_the_folder_holds(tmp_path: Path) -> Non
 
 
 def test_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"train\.de.*nowhere: no such folder"):
+    with pytest.raises(FileNotFoundError, match=r"'train'.*nowhere: no folder"):
         load_corpus(CorpusConfig(kind="files", path=tmp_path / "nowhere"))
 
 
