@@ -27,11 +27,12 @@ from parity.compilation import jit
 from parity.pair import Inputs, Pair, Precision, Side, Training
 from parity.twins_sites import RecordedSites, Sites
 from parity.weights.twins import twin_mapping
-from train.batching import encode_text, evaluation_batches, plan_buckets
+from train.batching import evaluation_batches, plan_buckets
 from train.config import BatchConfig, OptimizerConfig
 from train.corpus import ParallelText, load_corpus
 from train.loss import label_smoothed_cross_entropy
 from train.schedule import noam_schedule
+from train.sentences import encode_text
 from train.state import TrainState, make_adam, make_clipping, make_optimizer
 from train.step import Arrays, make_update
 from train.translate import TrainedRun, load_run

@@ -6,15 +6,13 @@ length, and the last batch of a shape with rows of nothing else, which carry no 
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 import numpy as np
 from jaxtyping import Int32, Int64
 
 from train.config import BatchConfig
-from train.corpus import ParallelText
-from train.tokenizer import Tokenizer
-from transformer_config.config import BOS_ID, EOS_ID, PAD_ID
+from train.sentences import EncodedText
+from transformer_config.config import BOS_ID, PAD_ID
 
 EXTRA_BUCKETS = 2
 """Shapes, at most, that held-out pairs longer than every training shape may add."""
@@ -67,33 +65,6 @@ class Batch:
         return Bucket(src_len=self.src.shape[1], tgt_len=self.tgt_out.shape[1], batch_size=self.src.shape[0])
 
 
-@dataclasses.dataclass(frozen=True)
-class EncodedText:
-    """Pairs as piece ids. Every sentence ends with EOS, which counts as a piece in all lengths here."""
-
-    src: list[list[int]]
-    tgt: list[list[int]]
-
-    def __post_init__(self) -> None:
-        if len(self.src) != len(self.tgt) or not self.src:
-            raise ValueError(
-                f"expected equally many source and target sentences, at least one, "
-                f"got {len(self.src)} and {len(self.tgt)}"
-            )
-
-    def __len__(self) -> int:
-        return len(self.src)
-
-    @cached_property
-    def lengths(self) -> Int64[np.ndarray, "pairs 2"]:
-        """Source and target length of each pair, in pieces."""
-        return np.array([(len(src), len(tgt)) for src, tgt in zip(self.src, self.tgt, strict=True)], dtype=np.int64)
-
-    def take(self, indices: Sequence[int] | Int64[np.ndarray, "chosen"]) -> "EncodedText":
-        """The pairs at `indices`, in that order."""
-        return EncodedText(src=[self.src[i] for i in indices], tgt=[self.tgt[i] for i in indices])
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthReport:
     """Which pairs `drop_long` left out. False, and an empty text, when it kept them all."""
@@ -117,14 +88,6 @@ class LengthReport:
             f"{self.source_too_long} on the source side (longest {self.longest_source}), "
             f"{self.target_too_long} on the target side (longest {self.longest_target})"
         )
-
-
-def encode_text(text: ParallelText, tokenizer: Tokenizer) -> EncodedText:
-    """`text` as piece ids, each sentence with EOS behind it."""
-    return EncodedText(
-        src=[[*ids, EOS_ID] for ids in tokenizer.encode(text.source)],
-        tgt=[[*ids, EOS_ID] for ids in tokenizer.encode(text.target)],
-    )
 
 
 def drop_long(encoded: EncodedText, *, max_len: int) -> tuple[EncodedText, LengthReport]:
@@ -240,7 +203,8 @@ class BatchPlan:
         for row, pair in enumerate(pairs):
             source, target = self.encoded.src[pair], self.encoded.tgt[pair]
             src[row, : len(source)] = source
-            tgt_in[row, : len(target)] = [BOS_ID, *target[:-1]]
+            tgt_in[row, 0] = BOS_ID
+            tgt_in[row, 1 : len(target)] = target[:-1]
             tgt_out[row, : len(target)] = target
         return Batch(src=src, tgt_in=tgt_in, tgt_out=tgt_out)
 

@@ -30,6 +30,8 @@ class CorpusConfig:
     train_split: str = "train"
     validation_split: str = "val"
     test_split: str = "test_2016_flickr"
+    cache: Path = Path("runs/cache")
+    """Folder for the training text as piece ids, made once for a text and a tokenizer."""
     num_pairs: int = 20_000
     """Distinct pairs of the demo corpus, held-out ones included."""
     seed: int = 0

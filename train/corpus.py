@@ -1,8 +1,9 @@
 """Parallel text: line i of the source translates into line i of the target. Read from files, or built."""
 
 import dataclasses
+import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from train import iwslt, readers
@@ -38,44 +39,6 @@ class ParallelText:
         return zip(self.source, self.target, strict=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """The three splits of one parallel text, and what a reader of the results should know about them."""
-
-    train: ParallelText
-    validation: ParallelText
-    test: ParallelText
-    notes: tuple[str, ...] = ()
-    """Remarks to report, one sentence each, such as how many training pairs were left out and why."""
-
-
-def load_corpus(config: CorpusConfig) -> Corpus:
-    """The corpus that `config` describes.
-
-    Raises FileNotFoundError for a missing file and ValueError for one that cannot be used; either names the file.
-    """
-    if config.kind == "demo":
-        from train.demo_corpus import build_demo_corpus  # the CLDR tables are not needed for files
-
-        return build_demo_corpus(config)
-    return _load_files(config)
-
-
-def _load_files(config: CorpusConfig) -> Corpus:
-    if config.path is None:  # refused by CorpusConfig already
-        raise ValueError("expected a folder in corpus.path, got None")
-    find = iwslt.find_split if config.kind == "iwslt" else readers.find_split
-    names = (config.train_split, config.validation_split, config.test_split)
-    splits = [find(config.path, name, source=config.source_language, target=config.target_language) for name in names]
-    train, dropped = _without_empty(splits[0])
-    # Held-out pairs are never dropped: every sentence is to be scored exactly once, the odd ones too.
-    validation, test = (ParallelText.of(list(split)) for split in splits[1:])
-    notes = [str(dropped)] if dropped.dropped else []
-    for split, text in zip(splits[1:], (validation, test), strict=True):
-        notes += _notes(split.name, text, train)
-    return Corpus(train=train, validation=validation, test=test, notes=tuple(notes))
-
-
 @dataclass(kw_only=True)
 class EmptyReport:
     """Training pairs that were left out because a side has no words."""
@@ -94,30 +57,114 @@ class EmptyReport:
         return f"{self.split}: {self.dropped} of {self.pairs} pairs dropped for want of words: {how}"
 
 
-def _without_empty(split: PairSource) -> tuple[ParallelText, EmptyReport]:
-    report, kept = EmptyReport(split=split.name), []
-    for pair in split:
+@dataclass(frozen=True, kw_only=True)
+class TrainingText:
+    """Pairs with words on both sides, read again whenever they are gone through: text in files is never held whole."""
+
+    split: Iterable[Pair]
+    """All of them, those without words too."""
+    pairs: int
+    """With words."""
+    sha256: str
+    """Of those pairs."""
+
+    def __len__(self) -> int:
+        return self.pairs
+
+    def __iter__(self) -> Iterator[Pair]:
+        return (pair for pair in self.split if not _side_without_words(pair))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The three splits of one parallel text, and what a reader of the results should know about them."""
+
+    train: TrainingText
+    validation: ParallelText
+    test: ParallelText
+    notes: tuple[str, ...] = ()
+    """Remarks to report, one sentence each, such as how many training pairs were left out and why."""
+
+
+def load_corpus(config: CorpusConfig) -> Corpus:
+    """The corpus that `config` describes. The training text is gone through once.
+
+    Raises FileNotFoundError for a missing file and ValueError for one that cannot be used; either names the file.
+    """
+    if config.kind == "demo":
+        from train.demo_corpus import build_demo_corpus  # the CLDR tables are not needed for files
+
+        return build_demo_corpus(config)
+    if config.path is None:  # refused by CorpusConfig already
+        raise ValueError("expected a folder in corpus.path, got None")
+    find = iwslt.find_split if config.kind == "iwslt" else readers.find_split
+    names = (config.train_split, config.validation_split, config.test_split)
+    splits = [find(config.path, name, source=config.source_language, target=config.target_language) for name in names]
+    # Held-out pairs are never dropped: every sentence is to be scored exactly once, the odd ones too.
+    validation, test = (ParallelText.of(list(split)) for split in splits[1:])
+    return corpus_of(splits[0], validation, test, names=names)
+
+
+def corpus_of(
+    train: Iterable[Pair], validation: ParallelText, test: ParallelText, *, names: tuple[str, str, str]
+) -> Corpus:
+    """Goes through the training text: counts it and what is dropped, and what of the held-out text stands in it.
+
+    Raises ValueError if no training pair has words on both sides.
+    """
+    report, held_out = EmptyReport(split=names[0]), [_Seen(validation), _Seen(test)]
+    hashes = [hashlib.sha256(), hashlib.sha256()]
+    for pair in train:
         report.pairs += 1
-        empty = tuple(not side.strip() for side in pair)
-        if any(empty):
-            report.sides["on both sides" if all(empty) else "in the source" if empty[0] else "in the target"] += 1
-        else:
-            kept.append(pair)
-    if not kept:
-        files = ", ".join(map(str, split.files))
+        empty = _side_without_words(pair)
+        if empty:
+            report.sides[empty] += 1
+            continue
+        for line, digest in zip(pair, hashes, strict=True):
+            digest.update(line.encode() + b"\n")
+        for seen in held_out:
+            seen.look_at(pair)
+    if report.dropped == report.pairs:
+        files = ", ".join(map(str, train.files)) if isinstance(train, PairSource) else names[0]
         raise ValueError(f"expected training pairs with words on both sides, got none in {files}")
-    return ParallelText.of(kept), report
+    notes = [str(report)] if report.dropped else []
+    for name, seen in zip(names[1:], held_out, strict=True):
+        notes += seen.notes(name)
+    sha256 = hashlib.sha256(b"".join(digest.digest() for digest in hashes)).hexdigest()
+    text = TrainingText(split=train, pairs=report.pairs - report.dropped, sha256=sha256)
+    return Corpus(train=text, validation=validation, test=test, notes=tuple(notes))
 
 
-def _notes(name: str, text: ParallelText, train: ParallelText) -> Iterator[str]:
-    """What to know of a held-out split: sentences without words, and those that training has seen."""
-    empty = sum(not (source.strip() and target.strip()) for source, target in text)
-    if empty:
-        yield f"{name}: {empty} of {len(text)} pairs have an empty side; kept and scored"
-    pairs, sources = set(text), set(text.source)
-    seen = {pair for pair in train if pair[0] in sources}
-    seen_sources = {source for source, _ in seen}
-    count = sum(source in seen_sources for source in text.source)
-    if count:
-        same = sum(pair in (seen & pairs) for pair in text)
-        yield f"{name}: {count} of {len(text)} sources stand in the training text too, {same} with the same translation"
+class _Seen:
+    """Which sentences of a held-out text stand in the training text."""
+
+    def __init__(self, text: ParallelText):
+        self.text, self.known = text, frozenset(text.source)
+        self.sources: set[str] = set()
+        self.pairs: set[Pair] = set()
+
+    def look_at(self, pair: Pair) -> None:
+        """At a training pair."""
+        if pair[0] in self.known:
+            self.sources.add(pair[0])
+            self.pairs.add(pair)
+
+    def notes(self, name: str) -> Iterator[str]:
+        """What to know of the text."""
+        number = len(self.text)
+        empty = sum(bool(_side_without_words(pair)) for pair in self.text)
+        if empty:
+            yield f"{name}: {empty} of {number} pairs have an empty side; kept and scored"
+        count = sum(source in self.sources for source in self.text.source)
+        if count:
+            same = sum(pair in self.pairs for pair in self.text)
+            also = f"{same} with the same translation"
+            yield f"{name}: {count} of {number} sources stand in the training text too, {also}"
+
+
+def _side_without_words(pair: Pair) -> str:
+    """Which one, in words; empty if both have some."""
+    source, target = (not side.strip() for side in pair)
+    if source and target:
+        return "on both sides"
+    return "in the source" if source else "in the target" if target else ""

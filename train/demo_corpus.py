@@ -8,7 +8,7 @@ from collections import Counter
 from random import Random
 
 from train.config import CorpusConfig
-from train.corpus import Corpus, ParallelText
+from train.corpus import Corpus, ParallelText, corpus_of
 from train.demo_phrases import LOCALES, Phrase, PhraseMaker
 
 MIN_PAIRS = 100
@@ -35,11 +35,8 @@ def build_demo_corpus(config: CorpusConfig) -> Corpus:
     held_out, combined = _hold_out(combined, known=alone, size=2 * held_out_size)
     train = [*alone, *combined]
     rng.shuffle(train)
-    return Corpus(
-        train=_parallel(train),
-        validation=_parallel(held_out[:held_out_size]),
-        test=_parallel(held_out[held_out_size:]),
-    )
+    validation, test = _parallel(held_out[:held_out_size]), _parallel(held_out[held_out_size:])
+    return corpus_of(_parallel(train), validation, test, names=("train", "validation", "test"))
 
 
 def _draw(num_pairs: int, *, rng: Random) -> tuple[list[Phrase], list[Phrase]]:

@@ -1,7 +1,8 @@
 """What a training run shows in the terminal."""
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -59,6 +60,15 @@ class TrainingProgress:
             f"{self.tokens_per_second:,.0f} tokens/s"
         )
         self._progress.update(self._task, completed=done, status=status)
+
+
+@contextlib.contextmanager
+def encoding(console: Console, *, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar over the pairs of a text that become piece ids; gone when it is done. Told how many more there are."""
+    columns = (TextColumn("pieces of the training text"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda count: progress.advance(task, count)
 
 
 def show_corpus(

@@ -1,6 +1,7 @@
 """A training run from config to scores: prepares the data, trains, evaluates, saves, continues."""
 
 import dataclasses
+import itertools
 import math
 import time
 from typing import Any
@@ -11,10 +12,9 @@ from rich.console import Console
 
 from train.baselines import copy_exact_match, nearest_pair_exact_match
 from train.batching import (
+    Batch,
     Bucket,
-    EncodedText,
     drop_long,
-    encode_text,
     epoch_batches,
     evaluation_batches,
     extend_buckets,
@@ -23,12 +23,14 @@ from train.batching import (
 from train.checkpoint import Checkpoints, RunPosition
 from train.config import TrainConfig
 from train.corpus import Corpus, ParallelText, load_corpus
-from train.display import TrainingProgress, show_corpus, show_scores, show_translations
+from train.display import TrainingProgress, encoding, show_corpus, show_scores, show_translations
 from train.evaluate import HeldOutLoss, Scores, Translator, held_out_loss, score
 from train.parallel import Compiled, compile_evaluation_step, compile_train_step, to_device, to_host
+from train.prefetch import prefetched
 from train.run_dir import RunDir
+from train.sentences import EncodedText, encode_text, encode_to_disk
 from train.state import TrainState, initial_state
-from train.step import StepMetrics
+from train.step import Arrays, StepMetrics
 from train.tokenizer import Tokenizer
 
 
@@ -65,7 +67,7 @@ def run(config: TrainConfig, *, console: Console) -> RunResult:
     """
     run_dir = RunDir(config.run_dir)
     run_dir.write_config(config)
-    data = prepare(config, run_dir)
+    data = prepare(config, run_dir, console=console)
     config = config.with_vocabulary(data.tokenizer.size)
     show_corpus(console, config=config, corpus=data.corpus, buckets=data.buckets, notes=data.notes)
     checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep)
@@ -77,16 +79,19 @@ def run(config: TrainConfig, *, console: Console) -> RunResult:
         checkpoints.close()
 
 
-def prepare(config: TrainConfig, run_dir: RunDir) -> PreparedData:
+def prepare(config: TrainConfig, run_dir: RunDir, *, console: Console) -> PreparedData:
     """Loads the corpus, learns the tokenizer or takes the run's own, and plans the shapes of batches."""
     corpus = load_corpus(config.corpus)
-    run_dir.pin_corpus(corpus.train)
+    run_dir.pin_corpus(corpus.train.sha256)
     if run_dir.tokenizer_file.exists():
         tokenizer = run_dir.tokenizer()
     else:
-        tokenizer = Tokenizer.train([*corpus.train.source, *corpus.train.target], config.tokenizer)
+        tokenizer = Tokenizer.train(itertools.chain.from_iterable(corpus.train), config.tokenizer)
         tokenizer.save(run_dir.tokenizer_file)
-    train, dropped = drop_long(encode_text(corpus.train, tokenizer), max_len=config.batch.max_len)
+    with encoding(console, total=len(corpus.train)) as progress:
+        folder = config.corpus.cache / f"{corpus.train.sha256[:16]}-{tokenizer.sha256[:16]}"
+        encoded = encode_to_disk(corpus.train, tokenizer, folder, progress=progress)
+    train, dropped = drop_long(encoded, max_len=config.batch.max_len)
     return PreparedData(
         corpus=corpus,
         tokenizer=tokenizer,
@@ -140,14 +145,16 @@ class Trainer:
     def _epoch(self) -> None:
         config, epoch = self.config, self.position.epoch
         plan = epoch_batches(self.data.train, self.data.buckets, seed=config.seed, epoch=epoch)
+
+        def made(i: int) -> tuple[int, Batch, Arrays]:
+            batch = plan.batch(i)
+            return i, batch, to_device(batch, vocab_size=config.model.tgt_vocab_size)
+
         started = time.perf_counter()
         with TrainingProgress(self.console, epoch=epoch, epochs=config.epochs, total=len(plan)) as progress:
             pending: StepMetrics | None = None
-            for i in range(self.position.batch, len(plan)):
-                batch = plan.batch(i)
-                self.state, metrics = self.train_step(
-                    self.state, to_device(batch, vocab_size=config.model.tgt_vocab_size), self.dropout_key
-                )
+            for i, batch, arrays in prefetched(made, range(self.position.batch, len(plan))):
+                self.state, metrics = self.train_step(self.state, arrays, self.dropout_key)
                 # The step before is read only now, so that the device never waits for the host.
                 if pending is not None:
                     progress.update(i, self._record(pending, epoch))
@@ -192,7 +199,7 @@ class Trainer:
         if self.config.corpus.kind == "demo":
             baselines = {
                 "copying the source": copy_exact_match(corpus.test),
-                "the nearest training pair": nearest_pair_exact_match(corpus.train, corpus.test),
+                "the nearest training pair": nearest_pair_exact_match(ParallelText.of(list(corpus.train)), corpus.test),
             }
         per_unit = {"nll_per_token": loss.per_token, "nll_per_character": loss.per_character}
         self._append("final_validation", self.position.epoch, **dataclasses.asdict(validation_scores), **per_unit)

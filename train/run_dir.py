@@ -1,16 +1,23 @@
 """The folder of a run: config.json, corpus.sha256, tokenizer.json, metrics.jsonl, checkpoints/."""
 
-import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from train.config import TrainConfig
-from train.corpus import ParallelText
 from train.tokenizer import Tokenizer
 
-FREE_TO_CHANGE = ("run_dir", "epochs", "max_steps", "log_every_steps", "evaluation", "checkpoint", "corpus.path")
+FREE_TO_CHANGE = (
+    "run_dir",
+    "epochs",
+    "max_steps",
+    "log_every_steps",
+    "evaluation",
+    "checkpoint",
+    "corpus.path",
+    "corpus.cache",
+)
 """Fields that say how far and how visibly a run goes, not what it computes; a continued run may change them."""
 
 
@@ -53,10 +60,8 @@ class RunDir:
         except (ValueError, TypeError) as error:
             raise ValueError(f"{self.config_file}: {error}") from error
 
-    def pin_corpus(self, text: ParallelText) -> None:
+    def pin_corpus(self, sha256: str) -> None:
         """Notes the sha256 of the training text, or raises ValueError if the run was started on another one."""
-        lines = "\n".join(text.source) + "\0" + "\n".join(text.target)
-        sha256 = hashlib.sha256(lines.encode()).hexdigest()
         if not self.corpus_file.exists():
             write_whole(self.corpus_file, sha256 + "\n")
             return

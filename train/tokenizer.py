@@ -1,5 +1,6 @@
 """Joint byte-level BPE: one vocabulary for both languages, with every byte in it, so that no text is unknown."""
 
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -52,6 +53,11 @@ class Tokenizer:
     def size(self) -> int:
         """Number of pieces, special ones included."""
         return self._pieces.get_vocab_size()
+
+    @property
+    def sha256(self) -> str:
+        """Of all that it does."""
+        return hashlib.sha256(self._pieces.to_str().encode()).hexdigest()
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Piece ids of each line, with neither BOS nor EOS."""

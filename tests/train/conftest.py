@@ -46,7 +46,7 @@ def tiny_run(corpus_dir: Path) -> Callable[..., TrainConfig]:
     def tiny_run(run_dir: Path, **changes: object) -> TrainConfig:
         config = TrainConfig(
             run_dir=run_dir,
-            corpus=CorpusConfig(kind="files", path=corpus_dir, test_split="test"),
+            corpus=CorpusConfig(kind="files", path=corpus_dir, test_split="test", cache=corpus_dir.parent / "cache"),
             tokenizer=TokenizerConfig(vocab_size=280),
             model=TransformerConfig.tiny(
                 d_model=18,

@@ -19,8 +19,8 @@ def write_corpus(folder: Path, **replaced: bytes) -> CorpusConfig:
 
 def test_lines_stay_aligned_and_splits_apart(tmp_path: Path) -> None:
     corpus = load_corpus(write_corpus(tmp_path))
-    assert corpus.train.source == tuple(f"train de {i}" for i in range(4))
-    assert corpus.train.target == tuple(f"train en {i}" for i in range(4))
+    assert list(corpus.train) == [(f"train de {i}", f"train en {i}") for i in range(4)]
+    assert len(corpus.train) == 4
     assert corpus.validation.target == ("val en 0", "val en 1")
     assert len(corpus.test) == 3
     assert corpus.notes == ()
@@ -32,12 +32,29 @@ def test_gzipped_files_read_like_plain_ones(tmp_path: Path) -> None:
     for file in list(tmp_path.iterdir()):
         (tmp_path / f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
         file.unlink()
-    assert load_corpus(config) == plain
+    zipped = load_corpus(config)
+    assert list(zipped.train) == list(plain.train)
+    assert zipped.train.sha256 == plain.train.sha256
+    assert (zipped.validation, zipped.test, zipped.notes) == (plain.validation, plain.test, plain.notes)
+
+
+def test_the_digest_is_of_what_is_trained_on(tmp_path: Path) -> None:
+    digests = [
+        load_corpus(write_corpus(tmp_path, **files)).train.sha256
+        for files in (
+            {},
+            {"val_de": b"x\ny\n"},
+            {"train_de": b"a\nb\nc\nd\n"},
+            {"train_de": b"a\nb\nc\nd\n\n", "train_en": b"".join(b"train en %d\n" % i for i in range(4)) + b"e\n"},
+        )
+    ]
+    assert digests[0] == digests[1] != digests[2] == digests[3]
 
 
 def test_training_pairs_with_an_empty_side_are_dropped_and_counted(tmp_path: Path) -> None:
     corpus = load_corpus(write_corpus(tmp_path, train_de=b"a\n\nc\nd\n", train_en=b"A\nB\n \nD\n"))
-    assert corpus.train == ParallelText(source=("a", "d"), target=("A", "D"))
+    assert list(corpus.train) == [("a", "A"), ("d", "D")]
+    assert len(corpus.train) == 2
     assert corpus.notes == ("train: 2 of 4 pairs dropped for want of words: 1 in the source, 1 in the target",)
 
 

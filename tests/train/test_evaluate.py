@@ -8,12 +8,13 @@ import pytest
 import sacrebleu
 
 from flax_transformer.parameters import abstract_model, initial_parameters, with_parameters
-from train.batching import encode_text, evaluation_batches, plan_buckets
+from train.batching import evaluation_batches, plan_buckets
 from train.config import BatchConfig
 from train.corpus import load_corpus
 from train.evaluate import HeldOutLoss, Translator, held_out_loss, score
 from train.loss import LossSums
 from train.parallel import compile_evaluation_step
+from train.sentences import encode_text
 from train.tokenizer import Tokenizer
 
 
@@ -22,7 +23,7 @@ def setting(tiny_run, tmp_path_factory):
     """Config with the tokenizer's vocabulary, tokenizer, corpus, untrained parameters."""
     config = tiny_run(tmp_path_factory.mktemp("evaluate"))
     corpus = load_corpus(config.corpus)
-    tokenizer = Tokenizer.train([*corpus.train.source, *corpus.train.target], config.tokenizer)
+    tokenizer = Tokenizer.train([text for pair in corpus.train for text in pair], config.tokenizer)
     config = config.with_vocabulary(tokenizer.size)
     return config, tokenizer, corpus, initial_parameters(config.model, jax.random.key(0))
 
@@ -44,7 +45,7 @@ def test_every_held_out_token_counts_once_too_long_ones_too(setting):
         count, {}, evaluation_batches(held_out, buckets), target=corpus.validation.target, vocab_size=1000
     )
     tokens = sum(map(len, held_out.tgt))
-    assert sorted(row for row in seen if row) == sorted(map(tuple, held_out.tgt))
+    assert sorted(row for row in seen if row) == sorted(tuple(row.tolist()) for row in held_out.tgt)
     characters = sum(map(len, corpus.validation.target))
     assert loss == HeldOutLoss(nll=2.0 * tokens, num_tokens=tokens, num_characters=characters)
     assert loss.per_token == 2
@@ -64,8 +65,8 @@ def test_loss_equals_sentence_by_sentence(setting):
     total = 0.0
     for source, target in zip(held_out.src, held_out.tgt, strict=True):
         src, tgt = np.zeros((1, 40), np.int32), np.zeros((1, 60), np.int32)
-        src[0, : len(source)], tgt[0, : len(target)] = source, [1, *target[:-1]]
-        total -= sum(float(run(params, src, tgt)[0, i, piece]) for i, piece in enumerate(target))
+        src[0, : len(source)], tgt[0, : len(target)] = source, [1, *target[:-1].tolist()]
+        total -= sum(float(run(params, src, tgt)[0, i, piece]) for i, piece in enumerate(target.tolist()))
     assert math.isclose(loss.nll, total, rel_tol=1e-5)
 
 
