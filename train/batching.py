@@ -200,7 +200,7 @@ class BatchPlan:
         src = np.full((bucket.batch_size, bucket.src_len), PAD_ID, dtype=np.int32)
         tgt_in = np.full((bucket.batch_size, bucket.tgt_len), PAD_ID, dtype=np.int32)
         tgt_out = tgt_in.copy()
-        for row, pair in enumerate(pairs):
+        for row, pair in enumerate(pairs.tolist()):
             source, target = self.encoded.src[pair], self.encoded.tgt[pair]
             src[row, : len(source)] = source
             tgt_in[row, 0] = BOS_ID

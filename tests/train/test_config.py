@@ -98,7 +98,7 @@ def test_vocabulary_of_the_tokenizer():
 
 
 def test_fields_that_are_free_to_change_exist():
-    names = set(config().to_dict()) | {"corpus.path"}
+    names = set(config().to_dict()) | {"corpus.path", "corpus.cache"}
     assert set(FREE_TO_CHANGE) <= names
 
 

@@ -104,7 +104,7 @@ def test_the_corpus_is_the_same_in_every_process(corpus: Corpus) -> None:
 
 def test_another_seed_gives_another_corpus() -> None:
     first, second = (build_demo_corpus(CorpusConfig(num_pairs=300, seed=seed)) for seed in (0, 1))
-    assert set(first.train.source) != set(second.train.source)
+    assert set(training(first).source) != set(training(second).source)
     assert [len(split) for split in splits(second)] == [270, 15, 15]
 
 
