@@ -1,7 +1,7 @@
 """The Transformer in Flax NNX: the same files and classes as `torch_reference`, and no torch."""
 
 from flax_transformer.dropout import NO_DROPOUT, DropoutKey, DropoutMasks, DropoutSource
-from flax_transformer.masks import AttentionMask
+from flax_transformer.masks import AttentionMask, Packing
 from flax_transformer.transformer import Decoder, Encoder, Transformer
 from transformer_config import TransformerConfig
 
@@ -13,6 +13,7 @@ __all__ = [
     "DropoutMasks",
     "DropoutSource",
     "Encoder",
+    "Packing",
     "Transformer",
     "TransformerConfig",
 ]

@@ -120,7 +120,7 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
         )
 
     def step(state: TrainState, inputs: Mapping[str, Any], masks: Mapping[str, Any]) -> tuple[TrainState, Any]:
-        batch = Arrays(inputs["src"], inputs["tgt_in"], inputs["tgt_out"])
+        batch = Arrays.whole(inputs["src"], inputs["tgt_in"], inputs["tgt_out"])
         state, metrics = update()(state, batch, flax_transformer.DropoutMasks(masks))
         return state, metrics.loss
 

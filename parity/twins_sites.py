@@ -57,6 +57,10 @@ class RecordedSites:
         """The source for a module of this name."""
         return RecordedSites(self.sites, (*self.path, name))
 
+    def for_rows(self, rows: Any) -> "RecordedSites":
+        """Itself: a site is the same for all rows."""
+        return self
+
     def keep(self, shape: tuple[int, ...], *, rate: float, device: Any = None) -> None:
         """Remembers the site. Raises ValueError if it is known already."""
         name = ".".join(self.path)

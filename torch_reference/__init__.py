@@ -1,7 +1,7 @@
 """The Transformer in PyTorch, from scratch: the same files and classes as `flax_transformer`, and no jax."""
 
 from torch_reference.dropout import NO_DROPOUT, DropoutMasks, DropoutSeed, DropoutSource
-from torch_reference.masks import AttentionMask
+from torch_reference.masks import AttentionMask, Packing
 from torch_reference.transformer import Decoder, Encoder, Transformer
 from transformer_config import TransformerConfig
 
@@ -13,6 +13,7 @@ __all__ = [
     "DropoutSeed",
     "DropoutSource",
     "Encoder",
+    "Packing",
     "Transformer",
     "TransformerConfig",
 ]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_reference.dropout import NO_DROPOUT, DropoutSource, apply_dropout
 from torch_reference.embedding import Embedding, Positions
 from torch_reference.layers import DecoderLayer, EncoderLayer, LayerOutput
-from torch_reference.masks import AttentionMask, padding_mask
+from torch_reference.masks import AttentionMask, Packing, padding_mask, segment_positions
 from torch_reference.primitives import LayerNorm, Linear
 from transformer_config import TransformerConfig
 
@@ -112,15 +112,19 @@ class Transformer(nn.Module):
         tgt: Int[Tensor, "batch tgt_len"],
         *,
         dropout: DropoutSource = NO_DROPOUT,
+        packing: Packing | None = None,
     ) -> Float[Tensor, "batch tgt_len tgt_vocab"]:
         """Logits of the token after each position of `tgt`, which starts with bos_id. Padding is pad_id.
+
+        With `packing` a row holds several pairs of sentences, each of which gives the logits it would give alone; what
+        is padding is said by the segments then.
 
         Raises ValueError for ids outside the vocabulary (unless compiled) and for sequences longer than a learned
         position table.
         """
-        src_mask = padding_mask(src, pad_id=self.config.pad_id)
-        memory = self.encode(src, src_mask=src_mask, dropout=dropout)
-        return self.decode(tgt, memory, src_mask=src_mask, dropout=dropout)
+        src_mask = self._real(src, None if packing is None else packing.src_segments)
+        memory = self.encode(src, src_mask=src_mask, dropout=dropout, packing=packing)
+        return self.decode(tgt, memory, src_mask=src_mask, dropout=dropout, packing=packing)
 
     def encode(
         self,
@@ -128,9 +132,10 @@ class Transformer(nn.Module):
         *,
         src_mask: Bool[Tensor, "batch src_len"] | None = None,
         dropout: DropoutSource = NO_DROPOUT,
+        packing: Packing | None = None,
     ) -> Float[Tensor, "batch src_len d_model"]:
         """The encoder's output, the memory. `src_mask` is True for real tokens, by default all but pad_id."""
-        return self._encode(src, src_mask, dropout, return_weights=False).hidden
+        return self._encode(src, src_mask, dropout, packing, return_weights=False).hidden
 
     def decode(
         self,
@@ -140,17 +145,19 @@ class Transformer(nn.Module):
         src_mask: Bool[Tensor, "batch src_len"],
         tgt_mask: Bool[Tensor, "batch tgt_len"] | None = None,
         dropout: DropoutSource = NO_DROPOUT,
+        packing: Packing | None = None,
     ) -> Float[Tensor, "batch tgt_len tgt_vocab"]:
         """Logits of the token after each position of `tgt`, given the memory and which of its positions are real."""
-        return self.logits(self._decode(tgt, memory, src_mask, tgt_mask, dropout, return_weights=False).hidden)
+        decoded = self._decode(tgt, memory, src_mask, tgt_mask, dropout, packing, return_weights=False)
+        return self.logits(decoded.hidden)
 
     def attention_weights(
         self, src: Int[Tensor, "batch src_len"], tgt: Int[Tensor, "batch tgt_len"]
     ) -> dict[str, Float[Tensor, "batch heads queries keys"]]:
         """The weights of every attention, before dropout, by name: `decoder.layers.0.cross_attn` and so on."""
         src_mask = padding_mask(src, pad_id=self.config.pad_id)
-        memory, weights = self._encode(src, src_mask, NO_DROPOUT, return_weights=True)
-        _, decoder_weights = self._decode(tgt, memory, src_mask, None, NO_DROPOUT, return_weights=True)
+        memory, weights = self._encode(src, src_mask, NO_DROPOUT, None, return_weights=True)
+        _, decoder_weights = self._decode(tgt, memory, src_mask, None, NO_DROPOUT, None, return_weights=True)
         return _prefixed("encoder", weights) | _prefixed("decoder", decoder_weights)
 
     def logits(self, hidden: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length tgt_vocab"]:
@@ -159,18 +166,34 @@ class Transformer(nn.Module):
             return self.tgt_embedding.logits(hidden)
         return self.output_projection(hidden)
 
-    def self_mask(self, keys: Bool[Tensor, "batch keys"] | None) -> AttentionMask:
-        """Which target positions attend to which: the past, within the window."""
-        return AttentionMask(keys=keys, causal=True, window=self.config.window)
+    def self_mask(
+        self, keys: Bool[Tensor, "batch keys"] | None, segments: Int[Tensor, "batch keys"] | None = None
+    ) -> AttentionMask:
+        """Which target positions attend to which: the past, within the window and the segment."""
+        return AttentionMask(
+            keys=keys, causal=True, window=self.config.window, query_segments=segments, key_segments=segments
+        )
+
+    def _real(
+        self, ids: Int[Tensor, "batch length"], segments: Int[Tensor, "batch length"] | None
+    ) -> Bool[Tensor, "batch length"]:
+        return padding_mask(ids, pad_id=self.config.pad_id) if segments is None else segments != 0
 
     def _encode(
-        self, src: Tensor, src_mask: Tensor | None, dropout: DropoutSource, *, return_weights: bool
+        self,
+        src: Tensor,
+        src_mask: Tensor | None,
+        dropout: DropoutSource,
+        packing: Packing | None,
+        *,
+        return_weights: bool,
     ) -> LayerOutput:
         check_ids(src, name="src", vocab_size=self.config.src_vocab_size)
-        keys = padding_mask(src, pad_id=self.config.pad_id) if src_mask is None else src_mask
-        x = self.src_embedding(src) + self.src_positions(src.shape[1], device=src.device)
+        segments = None if packing is None else packing.src_segments
+        keys = self._real(src, segments) if src_mask is None else src_mask
+        x = self.src_embedding(src) + _of_segments(self.src_positions(src.shape[1], device=src.device), segments)
         x = apply_dropout(x, dropout.at("src_dropout"), rate=self.config.dropout)
-        mask = AttentionMask(keys=keys, window=self.config.window)
+        mask = AttentionMask(keys=keys, window=self.config.window, query_segments=segments, key_segments=segments)
         return self.encoder(x, mask=mask, dropout=dropout.at("encoder"), return_weights=return_weights)
 
     def _decode(
@@ -180,21 +203,30 @@ class Transformer(nn.Module):
         src_mask: Tensor,
         tgt_mask: Tensor | None,
         dropout: DropoutSource,
+        packing: Packing | None,
         *,
         return_weights: bool,
     ) -> LayerOutput:
         check_ids(tgt, name="tgt", vocab_size=self.config.tgt_vocab_size)
-        keys = padding_mask(tgt, pad_id=self.config.pad_id) if tgt_mask is None else tgt_mask
-        x = self.tgt_embedding(tgt) + self.tgt_positions(tgt.shape[1], device=tgt.device)
+        src_segments, segments = (None, None) if packing is None else packing
+        keys = self._real(tgt, segments) if tgt_mask is None else tgt_mask
+        x = self.tgt_embedding(tgt) + _of_segments(self.tgt_positions(tgt.shape[1], device=tgt.device), segments)
         x = apply_dropout(x, dropout.at("tgt_dropout"), rate=self.config.dropout)
         return self.decoder(
             x,
             memory,
-            mask=self.self_mask(keys),
-            memory_mask=AttentionMask(keys=src_mask),
+            mask=self.self_mask(keys, segments),
+            memory_mask=AttentionMask(keys=src_mask, query_segments=segments, key_segments=src_segments),
             dropout=dropout.at("decoder"),
             return_weights=return_weights,
         )
+
+
+def _of_segments(
+    positions: Float[Tensor, "length d_model"], segments: Int[Tensor, "batch length"] | None
+) -> Float[Tensor, "*batch length d_model"]:
+    """The positions of a row, or of packed rows, in which they start anew with every segment."""
+    return positions if segments is None else positions[segment_positions(segments)]
 
 
 def check_ids(ids: Int[Tensor, "..."], *, name: str, vocab_size: int) -> None:

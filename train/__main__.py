@@ -1,8 +1,10 @@
-"""The command line: `python -m train run PRESET`, `python -m train translate --run DIR`.
+"""The command line: `python -m train run PRESET`, `translate`, `average`, `plot`.
 
-Exit status 0: done; 1: it failed; 2: wrong usage; 130: interrupted.
+Exit status 0: done; 1: it failed; 2: wrong usage; 3: a signal stopped a run, which has saved, so that the same command
+continues it; 130: interrupted before it could.
 """
 
+import inspect
 import logging
 import os
 import sys
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 else:
     Preset = tyro.extras.subcommand_type_from_defaults(
         {name: preset() for name, preset in PRESETS.items()},
-        {name: preset.__doc__ for name, preset in PRESETS.items()},
+        {name: inspect.getdoc(preset) for name, preset in PRESETS.items()},
         prefix_names=False,
     )
 
@@ -31,10 +33,23 @@ def run(config: Annotated[Preset, tyro.conf.arg(name="")]) -> int:
     """Train, or continue, a run: a preset and any of its fields, such as `demo --epochs 3`."""
     from rich.console import Console
 
+    from train.compilation import keep_programs
     from train.loop import run
+    from train.parallel import start_processes
+    from train.signals import StoppedError
 
+    cluster = start_processes(config.parallel)
     # In a log file there is no terminal to ask, and room for a line.
-    run(config, console=Console(width=None if sys.stdout.isatty() else 120))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if cluster is not None:
+        console.print(f"One of several processes: {cluster}.")
+    if config.parallel.compile_cache is not None:
+        keep_programs(config.parallel.compile_cache)
+    try:
+        run(config, console=console)
+    except StoppedError as stopped:
+        print(stopped, file=sys.stderr)
+        return 3
     return 0
 
 
@@ -50,13 +65,45 @@ def translate(*, run: Path, batch_size: int | None = None) -> int:
     return translate_stream(run, sys.stdin.buffer, sys.stdout, batch_size=batch_size)
 
 
+def average(run: tyro.conf.Positional[Path], /, *, output: Path, last: int = 5, ema: bool = False) -> int:
+    """Write the average of a run's newest checkpoints as a run of its own, for inference only.
+
+    Args:
+        run: Folder of a training run.
+        output: Folder to write; it must not exist.
+        last: How many checkpoints, the newest ones.
+        ema: Write the moving average of the newest checkpoint instead (of a run with optimizer.ema_decay).
+    """
+    from train.average import average_run
+
+    print(average_run(run, output, last=last, ema=ema))
+    return 0
+
+
+def plot(runs: tyro.conf.Positional[tuple[Path, ...]], /, *, output: Path | None = None) -> int:
+    """Draw loss, BLEU, learning rate and throughput of one or several runs.
+
+    Args:
+        runs: Folders of training runs.
+        output: A .png, .svg or .pdf; by default metrics.png in the first folder.
+    """
+    from train.plot import plot_runs
+
+    if not runs:
+        raise ValueError("expected the folder of at least one run, got none")
+    print(plot_runs(runs, output or runs[0] / "metrics.png"))
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line and runs the command."""
     # Orbax tells of every save that takes a second; what fails, it raises.
     logging.getLogger("absl").setLevel(logging.ERROR)
     try:
         return tyro.extras.subcommand_cli_from_dict(
-            {"run": run, "translate": translate}, prog="python -m train", args=arguments
+            {"run": run, "translate": translate, "average": average, "plot": plot},
+            prog="python -m train",
+            args=arguments,
         )
     except KeyboardInterrupt:
         print("Interrupted. The same command continues from the last checkpoint.", file=sys.stderr)

@@ -4,15 +4,18 @@ A few shapes, chosen once for a corpus, are all that a compiler sees. Shapes are
 length, and the last batch of a shape with rows of nothing else, which carry no token and so weigh nothing.
 """
 
+import abc
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int32, Int64
 
+from train.buckets import best_shapes, first_fitting
 from train.config import BatchConfig
+from train.rows import source_rows, target_rows
 from train.sentences import EncodedText
-from transformer_config.config import BOS_ID, PAD_ID
+from transformer_config.config import PAD_ID
 
 EXTRA_BUCKETS = 2
 """Shapes, at most, that held-out pairs longer than every training shape may add."""
@@ -53,11 +56,25 @@ class Batch:
     """Target sentences behind BOS, without EOS."""
     tgt_out: Int32[np.ndarray, "batch tgt_len"]
     """Target sentences, each ending with EOS."""
+    src_segments: Int32[np.ndarray, "batch src_len"] | None = None
+    """Where several pairs share a row: which of them each position belongs to, 1 for the first, 0 for padding."""
+    tgt_segments: Int32[np.ndarray, "batch tgt_len"] | None = None
+    """The same for both arrays of the target."""
 
     @property
     def num_tokens(self) -> int:
         """Target positions that are no padding: what a summed loss is divided by."""
         return int(np.count_nonzero(self.tgt_out != PAD_ID))
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of both sides, padding included."""
+        return self.src.size + self.tgt_out.size
+
+    @property
+    def num_real(self) -> int:
+        """Positions of both sides that are no padding."""
+        return int(np.count_nonzero(self.src != PAD_ID)) + self.num_tokens
 
     @property
     def shape(self) -> Bucket:
@@ -112,107 +129,123 @@ def drop_long(encoded: EncodedText, *, max_len: int) -> tuple[EncodedText, Lengt
 
 
 def plan_buckets(encoded: EncodedText, *, config: BatchConfig) -> tuple[Bucket, ...]:
-    """The shapes, at most `config.num_buckets`, that hold all pairs in the fewest padded positions.
+    """The shapes, at most `config.num_buckets`, that hold all pairs in few padded positions.
 
-    Each bucket takes the pairs whose longer side lies in one range of lengths; it is as long, on either side, as the
-    longest sentence of those, with `max_tokens // max(src_len, tgt_len)` rows (at least one). The ranges are the best
-    there are: dynamic programming over the distinct lengths, counting the rows that fill last batches too.
+    Each bucket takes the pairs that fit it and none before, and has `max_tokens // max(src_len, tgt_len)` rows (at
+    least one). There are no more positions than with the best ranges of the longer side, and no bucket can be made
+    longer or shorter to save some; the rows that fill last batches are counted too.
     """
-    return _plan(encoded.lengths, max_tokens=config.max_tokens, num_buckets=config.num_buckets)
+    shapes = best_shapes(encoded.lengths, max_tokens=config.max_tokens, num_buckets=config.num_buckets)
+    return tuple(Bucket(*shape) for shape in shapes)
 
 
-def _plan(lengths: Int64[np.ndarray, "pairs 2"], *, max_tokens: int, num_buckets: int) -> tuple[Bucket, ...]:
-    keys, group = np.unique(lengths.max(axis=1), return_inverse=True)
-    counts = np.bincount(group)
-    longest = np.zeros((len(keys), 2), dtype=np.int64)
-    np.maximum.at(longest, group, lengths)
-    # cheapest[j]: fewest positions for the pairs of the first j lengths, and the buckets that achieve it.
-    cheapest: list[tuple[int, tuple[Bucket, ...]] | None] = [(0, ())] + [None] * len(keys)
-    segments = {
-        (first, last): _segment(counts[first:last], longest[first:last], max_tokens=max_tokens)
-        for first in range(len(keys))
-        for last in range(first + 1, len(keys) + 1)
-    }
-    for _ in range(num_buckets):
-        cheapest = [cheapest[0]] + [
-            min(
-                (option for option in [cheapest[last], *_extended(cheapest, segments, last)] if option is not None),
-                key=lambda option: (option[0], len(option[1])),
-                default=None,
-            )
-            for last in range(1, len(keys) + 1)
-        ]
-    best = cheapest[-1]
-    assert best is not None
-    return best[1]
-
-
-def _extended(
-    cheapest: list[tuple[int, tuple[Bucket, ...]] | None],
-    segments: dict[tuple[int, int], tuple[int, Bucket]],
-    last: int,
-) -> Iterator[tuple[int, tuple[Bucket, ...]]]:
-    for first in range(last):
-        before = cheapest[first]
-        if before is not None:
-            positions, bucket = segments[first, last]
-            yield before[0] + positions, (*before[1], bucket)
-
-
-def _segment(
-    counts: Int64[np.ndarray, "keys"], longest: Int64[np.ndarray, "keys 2"], *, max_tokens: int
-) -> tuple[int, Bucket]:
-    """Padded positions that one bucket needs for these lengths, and the bucket."""
-    src_len, tgt_len = (int(length) for length in longest.max(axis=0))
-    bucket = Bucket(src_len, tgt_len, max(1, max_tokens // max(src_len, tgt_len)))
-    num_batches = -(-int(counts.sum()) // bucket.batch_size)
-    return num_batches * bucket.positions, bucket
-
-
-def _assign(lengths: Int64[np.ndarray, "pairs 2"], buckets: Sequence[Bucket]) -> Int64[np.ndarray, "pairs"]:
+def _assign(encoded: EncodedText, buckets: Sequence[Bucket]) -> Int64[np.ndarray, "pairs"]:
     """For each pair the first bucket that holds it, or -1."""
-    shapes = np.array([(bucket.src_len, bucket.tgt_len) for bucket in buckets], dtype=np.int64)
-    fits = np.all(lengths[:, None, :] <= shapes[None, :, :], axis=2)
-    return np.where(np.any(fits, axis=1), np.argmax(fits, axis=1), -1).astype(np.int64)
+    return first_fitting(encoded.lengths, [dataclasses.astuple(bucket) for bucket in buckets])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchPlan:
-    """Which pairs stand in which batch. A batch is made when it is asked for, so one can start at any of them."""
+class Plan(abc.ABC):
+    """Which pairs stand in which batch of an epoch: a pure function of the text, a seed and the epoch.
+
+    Every epoch has equally many batches, so one number says where a run stands. A batch is made when it is asked for,
+    whole or some rows of it, so one can start at any of them and each process can make its own rows.
+    """
 
     encoded: EncodedText
-    buckets: tuple[Bucket, ...]
-    members: tuple[tuple[int, Int64[np.ndarray, "_"]], ...]
-    """Of each batch: the number of its bucket, and its pairs (fewer than the bucket's rows in a last batch)."""
 
+    @abc.abstractmethod
     def __len__(self) -> int:
-        return len(self.members)
+        """Batches of the epoch."""
+
+    @abc.abstractmethod
+    def shape(self, i: int) -> Bucket:
+        """The dimensions of batch `i`, counted from 0. Raises ValueError outside the plan, as all below do."""
+
+    @abc.abstractmethod
+    def pairs(self, i: int) -> Int64[np.ndarray, "pairs"]:
+        """Where the pairs of batch `i` stand in `encoded`, row by row."""
+
+    @abc.abstractmethod
+    def rows(self, i: int, start: int, stop: int) -> Batch:
+        """Rows `start ... stop - 1` of batch `i`; those beyond its own are PAD, so it can be filled up to any number.
+
+        Raises ValueError unless 0 <= start < stop.
+        """
+
+    @property
+    @abc.abstractmethod
+    def positions(self) -> int:
+        """Padded positions of the epoch, both sides together."""
+
+    def batch(self, i: int) -> Batch:
+        """All rows of batch `i`."""
+        return self.rows(i, 0, self.shape(i).batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         return (self.batch(i) for i in range(len(self)))
 
-    def batch(self, i: int) -> Batch:
-        """Batch `i`, counted from 0. Raises ValueError outside the plan."""
-        if not 0 <= i < len(self):
-            raise ValueError(f"expected the number of a batch in [0, {len(self)}), got {i}")
-        bucket_number, pairs = self.members[i]
-        bucket = self.buckets[bucket_number]
-        src = np.full((bucket.batch_size, bucket.src_len), PAD_ID, dtype=np.int32)
-        tgt_in = np.full((bucket.batch_size, bucket.tgt_len), PAD_ID, dtype=np.int32)
-        tgt_out = tgt_in.copy()
-        for row, pair in enumerate(pairs.tolist()):
-            source, target = self.encoded.src[pair], self.encoded.tgt[pair]
-            src[row, : len(source)] = source
-            tgt_in[row, 0] = BOS_ID
-            tgt_in[row, 1 : len(target)] = target[:-1]
-            tgt_out[row, : len(target)] = target
-        return Batch(src=src, tgt_in=tgt_in, tgt_out=tgt_out)
-
     @property
     def padding_efficiency(self) -> float:
         """Share of all positions, both sides, that hold a piece."""
-        positions = sum(self.buckets[bucket].positions for bucket, _ in self.members)
-        return int(self.encoded.lengths.sum()) / positions
+        return int(self.encoded.lengths.sum()) / self.positions
+
+    def _check(self, i: int, start: int = 0, stop: int = 1) -> None:
+        if not 0 <= i < len(self):
+            raise ValueError(f"expected the number of a batch in [0, {len(self)}), got {i}")
+        if not 0 <= start < stop:
+            raise ValueError(f"expected rows from 0 on, at least one, got rows {start} to {stop}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchPlan(Plan):
+    """One pair a row, rows in buckets."""
+
+    encoded: EncodedText
+    buckets: tuple[Bucket, ...]
+    order: Int64[np.ndarray, "pairs"]
+    """The pairs; those of one batch stand together."""
+    starts: Int64[np.ndarray, "batches"]
+    """Where in `order` each batch begins."""
+    sizes: Int64[np.ndarray, "batches"]
+    """Pairs of each batch: fewer than the bucket's rows in a last one."""
+    bucket_numbers: Int64[np.ndarray, "batches"]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def shape(self, i: int) -> Bucket:
+        """The bucket of batch `i`."""
+        self._check(i)
+        return self.buckets[self.bucket_numbers[i]]
+
+    def pairs(self, i: int) -> Int64[np.ndarray, "pairs"]:
+        """The pairs of batch `i`, one a row."""
+        self._check(i)
+        return self.order[self.starts[i] : self.starts[i] + self.sizes[i]]
+
+    def rows(self, i: int, start: int, stop: int) -> Batch:
+        """See `Plan`."""
+        self._check(i, start, stop)
+        bucket, pairs = self.shape(i), self.pairs(i)[start:stop]
+        row = np.arange(len(pairs))
+        src_shape, tgt_shape = ((stop - start, length) for length in (bucket.src_len, bucket.tgt_len))
+        src = source_rows(self.encoded, pairs, at=row * bucket.src_len, shape=src_shape)
+        tgt_in, tgt_out = target_rows(self.encoded, pairs, at=row * bucket.tgt_len, shape=tgt_shape)
+        return Batch(src=src, tgt_in=tgt_in, tgt_out=tgt_out)
+
+    @property
+    def positions(self) -> int:
+        """Padded positions of the epoch, both sides together."""
+        per_bucket = np.array([bucket.positions for bucket in self.buckets])
+        return int(per_bucket[self.bucket_numbers].sum())
+
+
+def epoch_generator(*, seed: int, epoch: int) -> np.random.Generator:
+    """What shuffles an epoch. Raises ValueError for negative numbers."""
+    if seed < 0 or epoch < 0:
+        raise ValueError(f"expected a seed and an epoch of at least 0, got seed={seed}, epoch={epoch}")
+    # The generator is named, because default_rng may come to mean another one.
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
 
 
 def epoch_batches(encoded: EncodedText, buckets: Sequence[Bucket], *, seed: int, epoch: int) -> BatchPlan:
@@ -220,21 +253,42 @@ def epoch_batches(encoded: EncodedText, buckets: Sequence[Bucket], *, seed: int,
 
     Pairs are shuffled within their bucket, then batches among each other. Raises ValueError when a pair fits no bucket.
     """
-    if seed < 0 or epoch < 0:
-        raise ValueError(f"expected a seed and an epoch of at least 0, got seed={seed}, epoch={epoch}")
-    bucket_of = _assign(encoded.lengths, buckets)
+    rng = epoch_generator(seed=seed, epoch=epoch)
+    bucket_of = _assign(encoded, buckets)
     if (bucket_of < 0).any():
         pair = int(np.argmin(bucket_of))
         src_len, tgt_len = encoded.lengths[pair]
         raise ValueError(f"expected pairs that fit a bucket, got one of {src_len} source and {tgt_len} target pieces")
-    # The generator is named, because default_rng may come to mean another one.
-    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
-    members = []
-    for number, bucket in enumerate(buckets):
-        shuffled = rng.permutation(np.flatnonzero(bucket_of == number))
-        members += [(number, rows) for rows in _chunks(shuffled, bucket.batch_size)]
-    order = rng.permutation(len(members))
-    return BatchPlan(encoded=encoded, buckets=tuple(buckets), members=tuple(members[i] for i in order))
+    shuffled = [rng.permutation(np.flatnonzero(bucket_of == number)) for number in range(len(buckets))]
+    plan = _in_batches(encoded, buckets, shuffled)
+    order = rng.permutation(len(plan))
+    return dataclasses.replace(
+        plan, starts=plan.starts[order], sizes=plan.sizes[order], bucket_numbers=plan.bucket_numbers[order]
+    )
+
+
+def _in_batches(
+    encoded: EncodedText, buckets: Sequence[Bucket], members: Sequence[Int64[np.ndarray, "_"]]
+) -> BatchPlan:
+    """The batches of one bucket after the other, given the pairs of each."""
+    order = np.concatenate(members)
+    batch_sizes = np.array([bucket.batch_size for bucket in buckets])
+    pairs = np.array([len(of_bucket) for of_bucket in members])
+    bucket_numbers = np.repeat(np.arange(len(buckets)), -(-pairs // batch_sizes))
+    firsts = [
+        np.arange(begin, begin + number, size)
+        for begin, number, size in zip(np.cumsum(pairs) - pairs, pairs, batch_sizes, strict=True)
+    ]
+    starts = np.concatenate(firsts)
+    ends = np.minimum(starts + batch_sizes[bucket_numbers], np.cumsum(pairs)[bucket_numbers])
+    return BatchPlan(
+        encoded=encoded,
+        buckets=tuple(buckets),
+        order=order,
+        starts=starts,
+        sizes=ends - starts,
+        bucket_numbers=bucket_numbers,
+    )
 
 
 def extend_buckets(encoded: EncodedText, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
@@ -242,23 +296,20 @@ def extend_buckets(encoded: EncodedText, buckets: Sequence[Bucket]) -> tuple[Buc
 
     The extra ones keep to the token budget of the others, and are no longer than their longest sentence.
     """
-    lengths = encoded.lengths[_assign(encoded.lengths, buckets) < 0]
+    lengths = encoded.lengths[_assign(encoded, buckets) < 0]
     if not len(lengths):
         return tuple(buckets)
     budget = max(bucket.max_tokens for bucket in buckets)
-    return (*buckets, *_plan(lengths, max_tokens=budget, num_buckets=EXTRA_BUCKETS))
+    extra = best_shapes(lengths, max_tokens=budget, num_buckets=EXTRA_BUCKETS)
+    return (*buckets, *(Bucket(*shape) for shape in extra))
 
 
 def evaluation_batches(encoded: EncodedText, buckets: Sequence[Bucket]) -> BatchPlan:
     """Every pair exactly once, shape by shape and in order of length; what is too long gets shapes of its own."""
     extended = extend_buckets(encoded, buckets)
-    bucket_of = _assign(encoded.lengths, extended)
     by_length = np.argsort(encoded.lengths.max(axis=1), kind="stable")
-    members = []
-    for number, bucket in enumerate(extended):
-        ordered = by_length[bucket_of[by_length] == number]
-        members += [(number, rows) for rows in _chunks(ordered, bucket.batch_size)]
-    return BatchPlan(encoded=encoded, buckets=extended, members=tuple(members))
+    bucket_of = _assign(encoded, extended)[by_length]
+    return _in_batches(encoded, extended, [by_length[bucket_of == number] for number in range(len(extended))])
 
 
 def decoding_lengths(longest: int) -> tuple[int, ...]:

@@ -20,11 +20,20 @@ def _expect_positive(section: str, config: Any, *names: str) -> None:
 class CorpusConfig:
     """Which parallel text to train on."""
 
-    kind: Literal["demo", "files", "iwslt"] = "demo"
-    """`demo` is built from Unicode CLDR at run time; `files` reads `path`; `iwslt` reads IWSLT's own files there."""
+    kind: Literal["demo", "files", "iwslt", "hub"] = "demo"
+    """`demo` is built from Unicode CLDR at run time; `files` reads `path`; `iwslt` reads IWSLT's own files there; `hub`
+    loads `hub` with the library `datasets`."""
     path: Path | None = None
-    """Folder that holds, for every split, `<split>.<language>` in both languages, `<split>.tsv`, `<split>.jsonl` or
-    `<split>.parquet` (all but the last plain or .gz); or `train.tags.de-en.de`, `IWSLT16.TED.tst2013.de-en.de.xml`."""
+    """Of files and iwslt: folder that holds, for every split, `<split>.<language>` in both languages, `<split>.tsv`,
+    `<split>.jsonl` or `<split>.parquet` (all but the last plain or .gz); or `train.tags.de-en.de`,
+    `IWSLT16.TED.tst2013.de-en.de.xml`."""
+    hub: str | None = None
+    """Of hub: name of a dataset, such as `bentrevett/multi30k` or `wmt/wmt14`, or a folder with a dataset's files."""
+    hub_config: str | None = None
+    """Which of the dataset's configs, such as `de-en`; None: the only one."""
+    hub_revision: str | None = None
+    """Branch, tag or commit of the dataset; None: main. Of a dataset that is a script, the hub keeps Parquet files in
+    `refs/convert/parquet`; hub_config is then a folder there, such as `iwslt2017-de-en`."""
     source_language: str = "de"
     target_language: str = "en"
     train_split: str = "train"
@@ -38,9 +47,27 @@ class CorpusConfig:
     """Of the demo corpus: which combinations are drawn and which are held out."""
 
     def __post_init__(self) -> None:
-        if self.kind != "demo" and self.path is None:
+        if self.kind in ("files", "iwslt") and self.path is None:
             raise ValueError(f"corpus.path: expected a folder of files with corpus.kind={self.kind!r}, got None")
+        # A path that is not needed is no mistake: presets have one, and only the kind is changed on the command line.
+        if self.kind == "hub" and not self.hub:
+            raise ValueError(f"corpus.hub: expected the name of a dataset with corpus.kind='hub', got {self.hub!r}")
+        for name in ("hub", "hub_config", "hub_revision"):
+            if self.kind != "hub" and getattr(self, name) is not None:
+                raise ValueError(
+                    f"corpus.{name}: expected None with corpus.kind={self.kind!r}, got {getattr(self, name)!r}"
+                )
+        if self.hub_is_converted and not self.hub_config:
+            raise ValueError(
+                f"corpus.hub_config: expected a folder of the branch with corpus.hub_revision={self.hub_revision!r}, "
+                f"got {self.hub_config!r}"
+            )
         _expect_positive("corpus", self, "num_pairs")
+
+    @property
+    def hub_is_converted(self) -> bool:
+        """Whether it is the branch with Parquet files that the hub makes by itself, a folder for each config."""
+        return self.hub_revision == "refs/convert/parquet"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +96,9 @@ class BatchConfig:
     """Shapes, and so compilations of the training step, at most."""
     max_len: int = 128
     """Pairs with more pieces than this on either side, end of sentence included, are left out, counted and reported."""
+    packing: bool = False
+    """Several pairs in one row, none of them seeing another: all batches of training have one shape, with rows of
+    `max_len` pieces on the longer side and little padding. `num_buckets` is then for evaluation alone."""
 
     def __post_init__(self) -> None:
         _expect_positive("batch", self, "max_tokens", "num_buckets", "max_len")
@@ -104,6 +134,8 @@ class OptimizerConfig:
     """Of the peak, where cosine ends."""
     clip_norm: float | None = 1.0
     """Global norm to which gradients are scaled down; None leaves them."""
+    ema_decay: float | None = None
+    """If set, an exponential moving average of the parameters is kept beside them, and is what is evaluated."""
 
     def __post_init__(self) -> None:
         _expect_positive("optimizer", self, "eps", "noam_factor", "warmup_steps")
@@ -112,6 +144,8 @@ class OptimizerConfig:
                 raise ValueError(f"optimizer.{name}: expected a rate in [0, 1), got {getattr(self, name)}")
         if self.clip_norm is not None:
             _expect_positive("optimizer", self, "clip_norm")
+        if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
+            raise ValueError(f"optimizer.ema_decay: expected a share in [0, 1), got {self.ema_decay}")
         if not self.weight_decay >= 0.0 or (self.weight_decay and self.name != "adamw"):
             raise ValueError(
                 "optimizer.weight_decay: expected at least 0, and more only with optimizer.name='adamw', "
@@ -145,9 +179,15 @@ class EvaluationConfig:
     """What is measured on held-out text, and how often."""
 
     every_epochs: int = 1
-    """Validation loss after every so many epochs, and after the last."""
+    """Validation loss after every so many epochs, and after the last step."""
+    every_steps: int | None = None
+    """And after every so many steps, for epochs that take days."""
     bleu_every_epochs: int | None = None
     """Greedy BLEU on the validation split after every so many epochs; None: only after the last."""
+    metric: Literal["loss", "bleu"] = "loss"
+    """Of two checkpoints the better one is that with the lower validation loss, or the higher BLEU."""
+    patience: int | None = None
+    """Stop when so many evaluations in a row have brought nothing better; None: never."""
     batch_size: int = 64
     """Sentences in a decoding batch."""
     max_decode_len: int = 128
@@ -155,8 +195,10 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         _expect_positive("evaluation", self, "every_epochs", "batch_size", "max_decode_len")
-        if self.bleu_every_epochs is not None:
-            _expect_positive("evaluation", self, "bleu_every_epochs")
+        optional = ("every_steps", "bleu_every_epochs", "patience")
+        _expect_positive("evaluation", self, *(name for name in optional if getattr(self, name) is not None))
+        if self.metric == "bleu" and self.bleu_every_epochs is None:
+            raise ValueError("evaluation.bleu_every_epochs: expected a number with evaluation.metric='bleu', got None")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,12 +206,67 @@ class CheckpointConfig:
     """When the run is saved, and how much of it is kept."""
 
     every_steps: int = 500
-    """Also saved at the end of every epoch."""
+    """Also saved after every evaluation."""
     keep: int = 3
-    """Checkpoints kept, the newest ones."""
+    """Checkpoints kept, the newest ones; besides, the best one by `evaluation.metric`."""
 
     def __post_init__(self) -> None:
         _expect_positive("checkpoint", self, "every_steps", "keep")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """On which devices the steps run. Results do not depend on it, but for rounding; a continued run may change it."""
+
+    mode: Literal["auto", "jit", "pmap"] = "auto"
+    """`jit` over a mesh of devices, which is what `auto` means; `pmap`, one copy of the state a device."""
+    num_devices: int | None = None
+    """The first so many; None: all there are."""
+    fsdp: int = 1
+    """Devices, a divisor of their number, over which parameters and optimizer state are spread. Of jit only."""
+    accumulation_steps: int = 1
+    """Micro-batches into which the rows of a batch are cut, one after the other, to need less memory."""
+    coordinator_address: str | None = None
+    """`host:port` of process 0. Needed only where jax does not find out itself, as it does on Slurm, Kubernetes and
+    Cloud TPU; then `num_processes` and `process_id` too."""
+    num_processes: int | None = None
+    process_id: int | None = None
+    compile_cache: Path | None = Path("runs/cache/xla")
+    """Folder of compiled programs, so that a run that is continued need not compile again."""
+
+    def __post_init__(self) -> None:
+        _expect_positive("parallel", self, "fsdp", "accumulation_steps")
+        if self.num_devices is not None:
+            _expect_positive("parallel", self, "num_devices")
+            if self.num_devices % self.fsdp:
+                raise ValueError(
+                    f"parallel.fsdp: expected a divisor of num_devices={self.num_devices}, got {self.fsdp}"
+                )
+        if self.mode == "pmap" and self.fsdp > 1:
+            raise ValueError(f"parallel.fsdp: expected 1 with parallel.mode='pmap', got {self.fsdp}")
+        explicit = (self.coordinator_address, self.num_processes, self.process_id)
+        if None in explicit and explicit != (None, None, None):
+            raise ValueError(
+                "parallel: expected coordinator_address, num_processes and process_id, all three or none, got "
+                f"{self.coordinator_address!r}, {self.num_processes}, {self.process_id}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """What a run writes down besides its checkpoints."""
+
+    log_every_steps: int = 20
+    """A line of metrics.jsonl every so many steps."""
+    tensorboard: bool = False
+    """The same figures for TensorBoard, in `<run_dir>/tensorboard`."""
+    profile_steps: int = 0
+    """So many steps, after the first two, are traced for XProf or Perfetto into `<run_dir>/profile`."""
+
+    def __post_init__(self) -> None:
+        _expect_positive("report", self, "log_every_steps")
+        if self.profile_steps < 0:
+            raise ValueError(f"report.profile_steps: expected at least 0, got {self.profile_steps}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,20 +285,20 @@ class TrainConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    report: ReportConfig = ReportConfig()
     label_smoothing: float = 0.1
     """Mass spread evenly over the whole vocabulary (paper 5.4)."""
     epochs: int = 20
     max_steps: int | None = None
     """Stop after so many steps, whatever the epoch."""
-    log_every_steps: int = 20
-    """A line of metrics.jsonl every so many steps."""
     seed: int = 0
     """Of initialisation, dropout and the order of batches."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"label_smoothing: expected a share in [0, 1), got {self.label_smoothing}")
-        _expect_positive("train", self, "epochs", "log_every_steps")
+        _expect_positive("train", self, "epochs")
         if self.seed < 0:
             raise ValueError(f"seed: expected at least 0, got {self.seed}")
         if self.max_steps is not None:

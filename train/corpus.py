@@ -1,4 +1,4 @@
-"""Parallel text: line i of the source translates into line i of the target. Read from files, or built."""
+"""Parallel text: line i of the source translates into line i of the target. Read from files or the hub, or built."""
 
 import dataclasses
 import hashlib
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from train import iwslt, readers
+from train import hub, iwslt, readers
 from train.config import CorpusConfig
 from train.readers import Pair, PairSource
 
@@ -89,20 +89,27 @@ class Corpus:
 def load_corpus(config: CorpusConfig) -> Corpus:
     """The corpus that `config` describes. The training text is gone through once.
 
-    Raises FileNotFoundError for a missing file and ValueError for one that cannot be used; either names the file.
+    Raises FileNotFoundError for a missing file and ValueError for one that cannot be used; either names the file, or
+    the hub's corpus.
     """
     if config.kind == "demo":
         from train.demo_corpus import build_demo_corpus  # the CLDR tables are not needed for files
 
         return build_demo_corpus(config)
-    if config.path is None:  # refused by CorpusConfig already
-        raise ValueError("expected a folder in corpus.path, got None")
-    find = iwslt.find_split if config.kind == "iwslt" else readers.find_split
     names = (config.train_split, config.validation_split, config.test_split)
-    splits = [find(config.path, name, source=config.source_language, target=config.target_language) for name in names]
+    splits = _find_splits(config, names)
     # Held-out pairs are never dropped: every sentence is to be scored exactly once, the odd ones too.
     validation, test = (ParallelText.of(list(split)) for split in splits[1:])
     return corpus_of(splits[0], validation, test, names=names)
+
+
+def _find_splits(config: CorpusConfig, names: Sequence[str]) -> list[PairSource]:
+    if config.kind == "hub":
+        return hub.find_splits(config, names)
+    if config.path is None:  # refused by CorpusConfig already
+        raise ValueError("expected a folder in corpus.path, got None")
+    find = iwslt.find_split if config.kind == "iwslt" else readers.find_split
+    return [find(config.path, name, source=config.source_language, target=config.target_language) for name in names]
 
 
 def corpus_of(

@@ -1,17 +1,21 @@
 """What is measured on held-out text: loss over every token, and greedy translations scored as text."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import sacrebleu
 from jaxtyping import Array
 
 from flax_transformer.transformer import check_ids
 from train.batching import BatchPlan, decode_batches, decoding_lengths
+from train.compilation import Compiled
 from train.config import TrainConfig
-from train.parallel import Compiled, compile_greedy, to_device, to_host
+from train.parallel import Devices
 from train.tokenizer import Tokenizer
 from transformer_config import EOS_ID
 
@@ -32,6 +36,11 @@ class HeldOutLoss:
         return self.nll / self.num_tokens
 
     @property
+    def perplexity(self) -> float:
+        """exp of the nats a piece; not comparable between tokenizers."""
+        return math.exp(min(self.per_token, 700.0))
+
+    @property
     def per_character(self) -> float:
         """Nats a character: comparable between tokenizers."""
         return self.nll / self.num_characters
@@ -45,6 +54,9 @@ class Scores:
     bleu_signature: str
     bleu_lowercased: float
     bleu_lowercased_signature: str
+    chrf: float
+    """0 to 100, like BLEU."""
+    chrf_signature: str
     exact_match: float
     """Share of sentences that equal their reference, 0 to 1."""
 
@@ -59,24 +71,32 @@ class Translations:
 
 
 def held_out_loss(
-    evaluation_step: Callable[..., Any],
+    evaluation_step: Compiled[..., Any],
     params: dict[str, Array],
     plan: BatchPlan,
     *,
     target: Sequence[str],
     vocab_size: int,
+    devices: Devices,
 ) -> HeldOutLoss:
-    """The loss over every pair of `plan`, whose raw target lines are `target`."""
-    sums = [to_host(evaluation_step(params, to_device(batch, vocab_size=vocab_size))) for batch in plan]
+    """The loss over every pair of `plan` exactly once (T5), whose raw target lines are `target`."""
+    sums = []
+    for i in range(len(plan)):
+        batch = devices.place_batch(plan.shape(i), partial(plan.rows, i), vocab_size=vocab_size)
+        sums.append(evaluation_step(params, batch))
+    host = jax.device_get(sums)
     return HeldOutLoss(
-        nll=float(np.sum([s.nll for s in sums], dtype=np.float64)),
-        num_tokens=int(sum(s.num_tokens for s in sums)),
+        nll=float(np.sum([s.nll for s in host], dtype=np.float64)),
+        num_tokens=int(sum(s.num_tokens for s in host)),
         num_characters=sum(map(len, target)),
     )
 
 
 def score(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
-    """sacreBLEU (13a) on detokenised text against the raw references, cased and lowercased (Post 2018).
+    """sacreBLEU (13a) on detokenised text against the raw references, cased and lowercased (Post 2018), and chrF2.
+
+    chrF2 (Popović 2015) is an F-score of n-grams of up to 6 characters, with recall counting twice: it sees that a word
+    is nearly right, for which BLEU gives nothing.
 
     Raises ValueError unless there are as many hypotheses as references, at least one.
     """
@@ -84,7 +104,7 @@ def score(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
         raise ValueError(
             f"expected as many hypotheses as references, at least one, got {len(hypotheses)} and {len(references)}"
         )
-    cased, lowercased = sacrebleu.BLEU(), sacrebleu.BLEU(lowercase=True)
+    cased, lowercased, chrf = sacrebleu.BLEU(), sacrebleu.BLEU(lowercase=True), sacrebleu.CHRF()
     hypotheses, references = list(hypotheses), list(references)
     exact = sum(map(str.__eq__, hypotheses, references)) / len(references)
     return Scores(
@@ -92,6 +112,8 @@ def score(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
         bleu_signature=str(cased.get_signature()),
         bleu_lowercased=lowercased.corpus_score(hypotheses, [references]).score,
         bleu_lowercased_signature=str(lowercased.get_signature()),
+        chrf=chrf.corpus_score(hypotheses, [references]).score,
+        chrf_signature=str(chrf.get_signature()),
         exact_match=exact,
     )
 
@@ -99,7 +121,8 @@ def score(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
 class Translator:
     """Greedy translation of lines with one set of parameters; keeps what it has compiled."""
 
-    def __init__(self, config: TrainConfig, tokenizer: Tokenizer):
+    def __init__(self, config: TrainConfig, tokenizer: Tokenizer, devices: Devices):
+        self._devices = devices
         self._config = config
         self._tokenizer = tokenizer
         self._compiled: dict[int, Compiled[..., Any]] = {}
@@ -129,7 +152,7 @@ class Translator:
         )
         for indices, src in batches:
             check_ids(src, name="src", vocab_size=self._config.model.src_vocab_size)
-            rows = to_host(self._decoder(src.shape[1])(params, src))
+            rows = np.asarray(self._decoder(src.shape[1])(params, self._devices.place_sources(src)))
             for index, row in zip(indices, rows, strict=True):
                 if index >= 0:
                     output[full[index]] = row.tolist()
@@ -143,5 +166,5 @@ class Translator:
         max_len = max(self._config.evaluation.max_decode_len, 2 * src_len)
         max_len = max_len if limit is None else min(max_len, limit)
         if max_len not in self._compiled:
-            self._compiled[max_len] = compile_greedy(self._config.model, max_len=max_len)
+            self._compiled[max_len] = self._devices.compile_greedy(self._config.model, max_len=max_len)
         return self._compiled[max_len]

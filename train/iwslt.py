@@ -52,8 +52,8 @@ def _find(folder: Path, split: str, *, languages: tuple[str, str], language: str
 
 def _read_tagged(source: Path, target: Path) -> Iterator[Pair]:
     """Sentence by sentence, talk by talk: a line too many on one side ends with its talk, as an error."""
-    for ours, theirs in zip_longest(_talks(source), _talks(target), fillvalue=("", [])):
-        (talk, lines), (other, translations) = ours, theirs
+    nothing: tuple[str, list[str]] = ("", [])
+    for (talk, lines), (other, translations) in zip_longest(_talks(source), _talks(target), fillvalue=nothing):
         if talk != other or len(lines) != len(translations):
             raise ValueError(
                 f"expected the same talks in {source} and {target}, got {len(lines)} sentences of talk "

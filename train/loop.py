@@ -1,37 +1,37 @@
 """A training run from config to scores: prepares the data, trains, evaluates, saves, continues."""
 
+import contextlib
 import dataclasses
-import itertools
+import json
 import math
 import time
-from typing import Any
+from collections.abc import Generator
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array
 from rich.console import Console
 
 from train.baselines import copy_exact_match, nearest_pair_exact_match
-from train.batching import (
-    Batch,
-    Bucket,
-    drop_long,
-    epoch_batches,
-    evaluation_batches,
-    extend_buckets,
-    plan_buckets,
-)
-from train.checkpoint import Checkpoints, RunPosition
+from train.batching import evaluation_batches
+from train.checkpoint import Checkpoints, RunRecord
 from train.config import TrainConfig
-from train.corpus import Corpus, ParallelText, load_corpus
-from train.display import TrainingProgress, encoding, show_corpus, show_scores, show_translations
+from train.corpus import ParallelText
+from train.display import TrainingProgress, compiling, show_run, show_scores, show_translations
 from train.evaluate import HeldOutLoss, Scores, Translator, held_out_loss, score
-from train.parallel import Compiled, compile_evaluation_step, compile_train_step, to_device, to_host
+from train.flops import matmul_flops
+from train.journal import Journal
+from train.parallel import Devices, any_process, is_main_process
 from train.prefetch import prefetched
+from train.prepare import PreparedData, prepare
 from train.run_dir import RunDir
-from train.sentences import EncodedText, encode_text, encode_to_disk
+from train.signals import StoppedError, StopRequest
 from train.state import TrainState, initial_state
 from train.step import Arrays, StepMetrics
-from train.tokenizer import Tokenizer
+from train.throughput import Throughput
+
+ASK_EVERY = 10
+"""Steps after which several processes ask each other whether one was told to stop."""
 
 
 class TrainingDivergedError(RuntimeError):
@@ -48,150 +48,287 @@ class RunResult:
     test_scores: Scores
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PreparedData:
-    """The corpus as ids, and the shapes its batches have."""
+class Made(NamedTuple):
+    """A batch that is ready for its step."""
 
-    corpus: Corpus
-    tokenizer: Tokenizer
-    train: EncodedText
-    validation: EncodedText
-    buckets: tuple[Bucket, ...]
-    notes: tuple[str, ...]
+    number: int
+    """Counted from 0, over all epochs: the position in the plan."""
+    tokens: int
+    """Real ones, both sides."""
+    positions: int
+    """Padding included, and the rows that fill up devices and micro-batches."""
+    flops: int
+    arrays: Arrays
 
 
 def run(config: TrainConfig, *, console: Console) -> RunResult:
-    """Trains, or continues, the run in `config.run_dir` until its last epoch; then scores it on held-out text.
+    """Trains, or continues, the run in `config.run_dir` until its last step; then scores it on held-out text.
 
-    Raises ValueError for a config, corpus or folder that does not fit, TrainingDivergedError if the loss is not finite.
+    Raises ValueError for a config, corpus or folder that does not fit, TrainingDivergedError if the loss is not finite,
+    StoppedError when a signal asked it to stop and it has saved.
     """
+    console = console if is_main_process() else Console(quiet=True)
+    devices = Devices(config.parallel)
     run_dir = RunDir(config.run_dir)
-    run_dir.write_config(config)
-    data = prepare(config, run_dir, console=console)
-    config = config.with_vocabulary(data.tokenizer.size)
-    show_corpus(console, config=config, corpus=data.corpus, buckets=data.buckets, notes=data.notes)
-    checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep)
-    try:
-        trainer = Trainer(config, data=data, run_dir=run_dir, checkpoints=checkpoints, console=console)
+    with contextlib.ExitStack() as stack:
+        if is_main_process():
+            stack.enter_context(run_dir.locked())
+            run_dir.write_config(config)
+            run_dir.write_start({"devices": str(devices)})
+        stop = stack.enter_context(StopRequest())
+        data = prepare(config, run_dir, console=console)
+        config = config.with_vocabulary(data.tokenizer.size)
+        show_run(console, config=config, data=data, devices=devices)
+        checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, metric=config.evaluation.metric)
+        stack.callback(checkpoints.close)
+        trainer = Trainer(
+            config, data=data, run_dir=run_dir, checkpoints=checkpoints, console=console, devices=devices, stop=stop
+        )
+        stack.callback(trainer.close)
         trainer.train()
         return trainer.finish()
-    finally:
-        checkpoints.close()
-
-
-def prepare(config: TrainConfig, run_dir: RunDir, *, console: Console) -> PreparedData:
-    """Loads the corpus, learns the tokenizer or takes the run's own, and plans the shapes of batches."""
-    corpus = load_corpus(config.corpus)
-    run_dir.pin_corpus(corpus.train.sha256)
-    if run_dir.tokenizer_file.exists():
-        tokenizer = run_dir.tokenizer()
-    else:
-        tokenizer = Tokenizer.train(itertools.chain.from_iterable(corpus.train), config.tokenizer)
-        tokenizer.save(run_dir.tokenizer_file)
-    with encoding(console, total=len(corpus.train)) as progress:
-        folder = config.corpus.cache / f"{corpus.train.sha256[:16]}-{tokenizer.sha256[:16]}"
-        encoded = encode_to_disk(corpus.train, tokenizer, folder, progress=progress)
-    train, dropped = drop_long(encoded, max_len=config.batch.max_len)
-    return PreparedData(
-        corpus=corpus,
-        tokenizer=tokenizer,
-        train=train,
-        validation=encode_text(corpus.validation, tokenizer),
-        buckets=plan_buckets(train, config=config.batch),
-        notes=(*corpus.notes, str(dropped)) if dropped else corpus.notes,
-    )
 
 
 class Trainer:
-    """One run in one process."""
+    """One run. `step` counts its steps, and is the number of the next batch."""
 
     def __init__(
-        self, config: TrainConfig, *, data: PreparedData, run_dir: RunDir, checkpoints: Checkpoints, console: Console
+        self,
+        config: TrainConfig,
+        *,
+        data: PreparedData,
+        run_dir: RunDir,
+        checkpoints: Checkpoints,
+        console: Console,
+        devices: Devices,
+        stop: StopRequest,
     ):
-        self.config = config
-        self.data = data
-        self.run_dir = run_dir
-        self.checkpoints = checkpoints
-        self.console = console
-        self.train_step: Compiled[..., Any] = compile_train_step(config)
-        self.evaluation_step: Compiled[..., Any] = compile_evaluation_step(config.model)
-        self.translator = Translator(config, data.tokenizer)
-        init_key, self.dropout_key = jax.random.split(jax.random.key(config.seed))
-        self.state, self.position = self._start(init_key)
-        self.step = int(self.state.step)
+        self.config, self.data, self.run_dir, self.checkpoints = config, data, run_dir, checkpoints
+        self.console, self.devices, self.stop = console, devices, stop
+        self.evaluation_devices = devices.for_evaluation()
+        self.train_step = devices.compile_train_step(config)
+        self.evaluation_step = self.evaluation_devices.compile_evaluation_step(config.model)
+        self.translator = Translator(config, data.tokenizer, self.evaluation_devices)
+        self.steps_per_epoch = len(data.epoch(0))
+        self.last_step = self.steps_per_epoch * config.epochs
+        if config.max_steps is not None:
+            self.last_step = min(self.last_step, config.max_steps)
+        self.evaluated_step: int | None = None
+        self.state = devices.place_state(self._start())
+        self.throughput = Throughput(devices.devices, config.model)
+        self.journal = Journal(config, run_dir, step=self.step)
+        self._pending: tuple[Made, StepMetrics] | None = None
 
-    def _start(self, init_key: Array) -> tuple[TrainState, RunPosition]:
+    def close(self) -> None:
+        """Ends what writes files."""
+        self.journal.close()
+
+    def _start(self) -> TrainState:
         latest = self.checkpoints.latest_step()
         if latest is None:
-            self.run_dir.rewind_metrics(-1)
-            return initial_state(self.config, init_key), RunPosition()
-        state, position = self.checkpoints.restore(self.config, latest)
-        self.run_dir.rewind_metrics(latest)
-        self.console.print(f"Continuing from step {latest:,}, epoch {position.epoch + 1}, batch {position.batch}.")
-        return jax.device_put(state), position
+            self.step = 0
+            self._set_metrics("")
+            return initial_state(self.config)
+        record = self.checkpoints.record(latest)
+        self._check(record, latest)
+        state = self.checkpoints.restore(self.config, latest)
+        self.step, self.evaluated_step = latest, record.evaluated_step
+        self._set_metrics(record.metrics)
+        epoch, batch = divmod(latest, self.steps_per_epoch)
+        self.console.print(f"Continuing from step {latest:,}, epoch {epoch + 1}, batch {batch}.")
+        return state
+
+    def _check(self, record: RunRecord, step: int) -> None:
+        where = self.checkpoints.folder / str(step)
+        if record.inference_only is not None:
+            raise ValueError(
+                f"{where}: expected a checkpoint to train on, got one for inference only: {record.inference_only}"
+            )
+        if record.tokenizer != self.data.tokenizer.to_json():
+            raise ValueError(f"{where}: expected the tokenizer that it was trained with, got another in tokenizer.json")
+        if record.corpus_sha256 != self.data.corpus.train.sha256:
+            raise ValueError(f"{where}: expected the training text that it was trained on, got another one")
+
+    def _set_metrics(self, text: str) -> None:
+        if is_main_process():
+            self.run_dir.set_metrics(text)
+
+    # Training.
 
     def train(self) -> None:
-        """Every epoch that is left."""
-        steps_before = self.step
-        while self.position.epoch < self.config.epochs and not self._steps_are_up():
-            self._epoch()
-        if self.step > steps_before:
-            self.console.print(
-                f"Compilations: training step {self.train_step.compilations} (at most {len(self.data.buckets)}), "
-                f"evaluation step {self.evaluation_step.compilations} "
-                f"(at most {len(extend_buckets(self.data.validation, self.data.buckets))})."
-            )
+        """All steps that are left, unless the validation has stopped getting better before."""
+        if self.step < self.last_step or self._evaluation_is_due():
+            self._compile()
+        if self._evaluation_is_due():
+            self._evaluate()
+        if self._is_over():
+            return
+        with self.progress() as progress, contextlib.closing(self._batches()) as batches:
+            for made in batches:
+                self._take(made, progress)
+                if self._asked_to_stop():
+                    self._stop()
+                if self._evaluation_is_due():
+                    self._read_pending(progress)
+                    self._evaluate()
+                    if self._is_over():
+                        break
+                elif self.step % self.config.checkpoint.every_steps == 0:
+                    self._read_pending(progress)
+                    self._save()
+        self.console.print(
+            f"Compilations: training step {self.train_step.compilations} of {len(self.data.shapes)}, evaluation step "
+            f"{self.evaluation_step.compilations} of {len(self.data.buckets)}."
+        )
 
-    def _epoch(self) -> None:
-        config, epoch = self.config, self.position.epoch
-        plan = epoch_batches(self.data.train, self.data.buckets, seed=config.seed, epoch=epoch)
+    def progress(self) -> TrainingProgress:
+        """A bar over all steps."""
+        return TrainingProgress(
+            self.console,
+            step=self.step,
+            steps=self.last_step,
+            epochs=self.config.epochs,
+            per_epoch=self.steps_per_epoch,
+        )
 
-        def made(i: int) -> tuple[int, Batch, Arrays]:
-            batch = plan.batch(i)
-            return i, batch, to_device(batch, vocab_size=config.model.tgt_vocab_size)
+    def _batches(self) -> Generator[Made, None, None]:
+        yield from prefetched(self._made, range(self.step, self.last_step))
 
+    def _made(self, number: int) -> Made:
+        epoch, i = divmod(number, self.steps_per_epoch)
+        plan = self.data.epoch(epoch)
+        shape, model = plan.shape(i), self.config.model
+        rows = self.devices.padded_rows(shape.batch_size)
+        return Made(
+            number=number,
+            tokens=int(plan.encoded.lengths[plan.pairs(i)].sum()),
+            positions=rows * (shape.src_len + shape.tgt_len),
+            flops=matmul_flops(model, src_len=shape.src_len, tgt_len=shape.tgt_len, rows=shape.batch_size),
+            arrays=self.devices.place_batch(shape, partial(plan.rows, i), vocab_size=model.tgt_vocab_size),
+        )
+
+    def _compile(self) -> None:
+        arguments = [
+            (self.state, self.devices.batch_shapes(shape, packed=self.data.packed)) for shape in self.data.shapes
+        ]
+        params = self.devices.inference_params(self.state)
+        held_out = [(params, self.evaluation_devices.batch_shapes(shape, packed=False)) for shape in self.data.buckets]
+        with compiling(self.console, total=len(arguments) + len(held_out)) as done:
+            for compiled, every in ((self.train_step, arguments), (self.evaluation_step, held_out)):
+                for args in every:
+                    compiled.prepare(*args)
+                    done()
+
+    def _take(self, made: Made, progress: TrainingProgress) -> None:
+        """One step. The metrics of the step before are read only now, so that the device never waits for the host."""
+        self.journal.profile(made.number)
+        self.state, metrics = self.train_step(self.state, made.arrays)
+        self._read_pending(progress)
+        self._pending = made, metrics
+        self.step += 1
+
+    def _read_pending(self, progress: TrainingProgress) -> None:
+        if self._pending is None:
+            return
+        (made, metrics), self._pending = self._pending, None
+        host: StepMetrics = self.devices.metrics(metrics)
+        self._check_finite(made, host)
+        self.throughput.count(tokens=made.tokens, positions=made.positions, flops=made.flops)
+        progress.update(made.number + 1, host, self.throughput)
+        if (made.number + 1) % self.config.report.log_every_steps == 0:
+            values = {name: float(value) for name, value in host._asdict().items() if value is not None}
+            del values["step"], values["applied"]
+            self._append("train", made.number + 1, **values, **self.throughput.lap())
+
+    def _check_finite(self, made: Made, host: StepMetrics) -> None:
+        # With float16 a gradient may overflow; the scale is halved then, unless the loss itself is none.
+        overflow = host.loss_scale is not None and math.isfinite(host.loss) and host.loss_scale > 1.0
+        if host.applied or overflow:
+            return
+        epoch, i = divmod(made.number, self.steps_per_epoch)
+        pairs = self.data.epoch(epoch).pairs(i)
+        file = self.run_dir.write_batch(
+            made.number + 1, pairs=pairs, data=self.data.train, tokenizer=self.data.tokenizer
+        )
+        raise TrainingDivergedError(
+            f"{self.run_dir.path}: loss {float(host.loss)}, gradient norm {float(host.grad_norm)} at step "
+            f"{made.number + 1}, epoch {epoch + 1}, batch {i}, which was not applied. Its pairs are in {file}; the "
+            f"last good checkpoint is step {self.checkpoints.latest_step()}"
+        )
+
+    def _asked_to_stop(self) -> bool:
+        if jax.process_count() > 1 and self.step % ASK_EVERY:
+            return False
+        return any_process(self.stop.requested is not None)
+
+    def _stop(self) -> None:
+        if self._pending is not None:
+            made, metrics = self._pending
+            self._check_finite(made, self.devices.metrics(metrics))
+            self._read_pending(self.progress())
+        self._save()
+        self.checkpoints.wait()
+        raise StoppedError(f"{self.run_dir.path}: stopped and saved at step {self.step}; the same command continues")
+
+    # Evaluation.
+
+    def _evaluation_is_due(self) -> bool:
+        if self.step in (0, self.evaluated_step):
+            return False
+        evaluation, (epoch, rest) = self.config.evaluation, divmod(self.step, self.steps_per_epoch)
+        epoch_is_due = rest == 0 and epoch % evaluation.every_epochs == 0
+        step_is_due = evaluation.every_steps is not None and self.step % evaluation.every_steps == 0
+        return epoch_is_due or step_is_due or self.step >= self.last_step
+
+    def _evaluate(self) -> None:
+        """Measures, writes down and saves: a run that is killed here does all of it again."""
         started = time.perf_counter()
-        with TrainingProgress(self.console, epoch=epoch, epochs=config.epochs, total=len(plan)) as progress:
-            pending: StepMetrics | None = None
-            for i, batch, arrays in prefetched(made, range(self.position.batch, len(plan))):
-                self.state, metrics = self.train_step(self.state, arrays, self.dropout_key)
-                # The step before is read only now, so that the device never waits for the host.
-                if pending is not None:
-                    progress.update(i, self._record(pending, epoch))
-                pending = metrics
-                self.step += 1
-                self.position = dataclasses.replace(self.position, batch=i + 1)
-                progress.count(batch)
-                if self._save_is_due(epoch_ends=i + 1 == len(plan)):
-                    progress.update(i + 1, self._record(pending, epoch))
-                    pending = None
-                    self.checkpoints.save(self.state, self.position)
-                if self._steps_are_up():
-                    break
-            if pending is not None:
-                progress.update(self.position.batch, self._record(pending, epoch))
-        if self.position.batch == len(plan):
-            seconds = time.perf_counter() - started
-            self._finish_epoch(epoch, seconds=seconds, tokens_per_second=progress.tokens_per_second)
-
-    def _finish_epoch(self, epoch: int, *, seconds: float, tokens_per_second: float) -> None:
-        evaluation = self.config.evaluation
-        done = epoch + 1
-        line = f"Epoch {done}: {seconds:.0f} s, {tokens_per_second:,.0f} real tokens/s"
-        if done % evaluation.every_epochs == 0 or done == self.config.epochs:
-            loss = self._validation_loss()
-            self._append("validation", epoch, nll_per_token=loss.per_token, nll_per_character=loss.per_character)
-            line += f", validation {loss.per_token:.4f} nats a piece, {loss.per_character:.4f} a character"
-        if evaluation.bleu_every_epochs and done % evaluation.bleu_every_epochs == 0 and done < self.config.epochs:
+        every, (epoch, rest) = self.config.evaluation.bleu_every_epochs, divmod(self.step, self.steps_per_epoch)
+        loss = self._validation_loss()
+        measured = {"loss": loss.per_token}
+        line = (
+            f"Step {self.step:,}, epoch {self.step / self.steps_per_epoch:.2f}: {self.throughput.since_evaluation()}, "
+            f"validation {loss.per_token:.4f} nats a piece (perplexity {loss.perplexity:.2f}), "
+            f"{loss.per_character:.4f} a character"
+        )
+        self._append(
+            "validation",
+            self.step,
+            nll_per_token=loss.per_token,
+            perplexity=loss.perplexity,
+            nll_per_character=loss.per_character,
+        )
+        if every and (self.step >= self.last_step or (rest == 0 and epoch % every == 0)):
             scores = self._scores(self.data.corpus.validation)
-            self._append("validation_bleu", epoch, **dataclasses.asdict(scores))
-            line += f", BLEU {scores.bleu:.2f} cased, {scores.bleu_lowercased:.2f} lowercased"
+            measured["bleu"] = scores.bleu
+            self._append("validation_scores", self.step, **dataclasses.asdict(scores))
+            line += f", BLEU {scores.bleu:.2f} cased, {scores.bleu_lowercased:.2f} lowercased, chrF {scores.chrf:.2f}"
         self.console.print(line)
-        self.position = dataclasses.replace(self.position, epoch=done, batch=0)
-        self.checkpoints.save(self.state, self.position)
+        self.evaluated_step = self.step
+        self._save(measured)
+        self.throughput.pause(time.perf_counter() - started)
+
+    def _is_over(self) -> bool:
+        """Whether no step is left, or the last `patience` evaluations have brought nothing better."""
+        if self.step >= self.last_step:
+            return True
+        patience, metric = self.config.evaluation.patience, self.config.evaluation.metric
+        if patience is None:
+            return False
+        kind, field, sign = (
+            ("validation_scores", "bleu", 1) if metric == "bleu" else ("validation", "nll_per_token", -1)
+        )
+        records = map(json.loads, self.run_dir.metrics().splitlines())
+        values = [sign * record[field] for record in records if record["kind"] == kind]
+        waited = len(values) - 1 - values.index(max(values)) if values else 0
+        if waited < patience:
+            return False
+        self.console.print(f"Stopping: the last {waited} evaluations have brought no better {metric}.")
+        return True
 
     def finish(self) -> RunResult:
         """Scores the trained model on both held-out splits and shows some translations."""
+        self.checkpoints.wait()
         loss = self._validation_loss()
         corpus = self.data.corpus
         validation_scores, test_scores = self._scores(corpus.validation), self._scores(corpus.test)
@@ -202,50 +339,43 @@ class Trainer:
                 "the nearest training pair": nearest_pair_exact_match(ParallelText.of(list(corpus.train)), corpus.test),
             }
         per_unit = {"nll_per_token": loss.per_token, "nll_per_character": loss.per_character}
-        self._append("final_validation", self.position.epoch, **dataclasses.asdict(validation_scores), **per_unit)
-        self._append("final_test", self.position.epoch, **dataclasses.asdict(test_scores))
+        self._append("final_validation", self.step, **dataclasses.asdict(validation_scores), **per_unit)
+        self._append("final_test", self.step, **dataclasses.asdict(test_scores))
         show_scores(self.console, loss=loss, validation=validation_scores, test=test_scores, baselines=baselines)
         shown = ParallelText(source=corpus.test.source[:6], target=corpus.test.target[:6])
-        show_translations(self.console, shown, self.translator.translate(self.state.params, shown.source).lines)
+        params = self.devices.inference_params(self.state)
+        show_translations(self.console, shown, self.translator.translate(params, shown.source).lines)
         self.console.print(
             f"Compilations of decoding: {self.translator.compilations} (at most {self.translator.max_compilations})."
         )
         self.console.print(f"The run is in {self.run_dir.path}.")
         return RunResult(step=self.step, validation=loss, validation_scores=validation_scores, test_scores=test_scores)
 
-    def _record(self, metrics: StepMetrics, epoch: int) -> StepMetrics:
-        host: StepMetrics = to_host(metrics)
-        if not math.isfinite(float(host.loss)) or not math.isfinite(float(host.grad_norm)):
-            raise TrainingDivergedError(
-                f"{self.run_dir.path}: loss {float(host.loss)}, gradient norm {float(host.grad_norm)} in epoch "
-                f"{epoch + 1}; the last good checkpoint is step {self.checkpoints.latest_step()}"
-            )
-        step = int(host.step)
-        if step % self.config.log_every_steps == 0:
-            values = {name: float(value) for name, value in host._asdict().items() if name != "step"}
-            self.run_dir.append_metrics({"kind": "train", "step": step, "epoch": epoch, **values})
-        return host
-
-    def _append(self, kind: str, epoch: int, **values: Any) -> None:
-        self.run_dir.append_metrics({"kind": kind, "step": self.step, "epoch": epoch, **values})
-
     def _validation_loss(self) -> HeldOutLoss:
-        plan = evaluation_batches(self.data.validation, self.data.buckets)
         return held_out_loss(
             self.evaluation_step,
-            self.state.params,
-            plan,
+            self.devices.inference_params(self.state),
+            evaluation_batches(self.data.validation, self.data.buckets),
             target=self.data.corpus.validation.target,
             vocab_size=self.config.model.tgt_vocab_size,
+            devices=self.evaluation_devices,
         )
 
     def _scores(self, text: ParallelText) -> Scores:
-        return score(self.translator.translate(self.state.params, text.source).lines, text.target)
+        lines = self.translator.translate(self.devices.inference_params(self.state), text.source).lines
+        return score(lines, text.target)
 
-    def _save_is_due(self, *, epoch_ends: bool) -> bool:
-        # The end of an epoch is saved when it has been evaluated, so that no evaluation is lost or done twice.
-        due = self.step % self.config.checkpoint.every_steps == 0 or self._steps_are_up()
-        return due and not epoch_ends
+    # Writing down.
 
-    def _steps_are_up(self) -> bool:
-        return self.config.max_steps is not None and self.step >= self.config.max_steps
+    def _append(self, kind: str, step: int, **values: Any) -> None:
+        self.journal.append({"kind": kind, "step": step, "epoch": (step - 1) // self.steps_per_epoch, **values})
+
+    def _save(self, measured: dict[str, float] | None = None) -> None:
+        record = RunRecord(
+            config=self.config.to_dict(),
+            tokenizer=self.data.tokenizer.to_json(),
+            metrics=self.run_dir.metrics(),
+            evaluated_step=self.evaluated_step,
+            corpus_sha256=self.data.corpus.train.sha256,
+        )
+        self.checkpoints.save(self.devices.to_save(self.state), record, measured=measured)

@@ -1,24 +1,51 @@
-"""The folder of a run: config.json, corpus.sha256, tokenizer.json, metrics.jsonl, checkpoints/."""
+"""The folder of a run: config.json, corpus.sha256, tokenizer.json, metrics.jsonl, starts.jsonl, checkpoints/."""
 
+import contextlib
+import datetime
+import fcntl
+import importlib.metadata
 import json
 import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int64
+
 from train.config import TrainConfig
+from train.sentences import EncodedText
 from train.tokenizer import Tokenizer
 
 FREE_TO_CHANGE = (
     "run_dir",
     "epochs",
     "max_steps",
-    "log_every_steps",
+    "report",
+    "parallel",
     "evaluation",
     "checkpoint",
+    "corpus.kind",
     "corpus.path",
+    "corpus.hub",
     "corpus.cache",
 )
 """Fields that say how far and how visibly a run goes, not what it computes; a continued run may change them."""
+
+RECORDED_PACKAGES = (
+    "twinformer",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+    "tokenizers",
+    "sacrebleu",
+)
+"""Whose versions a run notes down."""
 
 
 class RunDir:
@@ -30,6 +57,7 @@ class RunDir:
         self.corpus_file = path / "corpus.sha256"
         self.tokenizer_file = path / "tokenizer.json"
         self.metrics_file = path / "metrics.jsonl"
+        self.starts_file = path / "starts.jsonl"
         self.checkpoints = path / "checkpoints"
 
     def write_config(self, config: TrainConfig) -> None:
@@ -76,24 +104,51 @@ class RunDir:
         """The tokenizer that was saved with the run."""
         return Tokenizer.load(self.tokenizer_file)
 
-    def append_metrics(self, record: dict[str, Any]) -> None:
-        """Adds a line to metrics.jsonl."""
-        with self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    def write_batch(
+        self, step: int, *, pairs: Int64[np.ndarray, "pairs"], data: EncodedText, tokenizer: Tokenizer
+    ) -> Path:
+        """Writes down the pairs of the batch of a step that failed: their numbers among the pairs that are trained on,
+        counted from 0, and their text. Returns the file."""
+        file = self.path / f"batch-of-step-{step}.json"
+        sides = [tokenizer.decode([side[pair].tolist() for pair in pairs.tolist()]) for side in (data.src, data.tgt)]
+        entries = [
+            {"pair": pair, "source": source, "target": target}
+            for pair, source, target in zip(pairs.tolist(), *sides, strict=True)
+        ]
+        write_whole(file, json.dumps({"step": step, "pairs": entries}, indent=1, ensure_ascii=False) + "\n")
+        return file
 
-    def rewind_metrics(self, step: int) -> None:
-        """Removes what a run continued at `step` writes again, and a line that a kill cut short."""
-        if not self.metrics_file.exists():
-            return
-        kept = []
-        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
+    def metrics(self) -> str:
+        """metrics.jsonl as it is now."""
+        return self.metrics_file.read_text(encoding="utf-8") if self.metrics_file.exists() else ""
+
+    def set_metrics(self, text: str) -> None:
+        """metrics.jsonl as it was when the run stood where it continues: lines written since are written again."""
+        if text != self.metrics():
+            write_whole(self.metrics_file, text)
+
+    def write_start(self, facts: Mapping[str, Any]) -> None:
+        """Adds a line to starts.jsonl: when and how the run was started or continued, with what versions."""
+        about = {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": shlex.join(["python", "-m", "train", *sys.argv[1:]]),
+            "python": sys.version.split()[0],
+            "versions": {name: importlib.metadata.version(name) for name in RECORDED_PACKAGES},
+        }
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self.starts_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(about | dict(facts)) + "\n")
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes of this machine from training in the same folder. Raises ValueError if one does."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("w") as file:
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if record["step"] <= step and not record["kind"].startswith("final"):
-                kept.append(line + "\n")
-        write_whole(self.metrics_file, "".join(kept))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ValueError(f"{self.path}: expected a run that nobody else trains, but a process does") from error
+            yield  # the lock ends with the file, and with the process if it is killed
 
 
 def write_whole(path: Path, text: str) -> None:

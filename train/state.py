@@ -5,19 +5,62 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from flax_transformer.parameters import initial_parameters
 from train.config import OptimizerConfig, TrainConfig
 from train.schedule import make_schedule
+
+FIRST_LOSS_SCALE = 2.0**15
+GROWTH_INTERVAL = 2_000
+"""Steps without an overflow after which the loss scale is doubled."""
+
+
+class LossScale(NamedTuple):
+    """Keeps small gradients of float16 above zero: the loss is multiplied by a scale, the gradients divided by it.
+
+    The scale is halved when a gradient overflows, and doubled after `GROWTH_INTERVAL` steps without (Micikevicius et
+    al. 2018; T15).
+    """
+
+    scale: Float[Array, ""]
+    steps_since: Int[Array, ""]
+    """Steps since the scale was changed."""
+    skipped: Int[Array, ""]
+    """Steps, of all so far, that were not applied."""
+
+    def after(self, *, applied: Bool[Array, ""]) -> "LossScale":
+        """The scale for the next step."""
+        grow = applied & (self.steps_since + 1 >= GROWTH_INTERVAL)
+        factor = jnp.where(applied, jnp.where(grow, 2.0, 1.0), 0.5).astype(self.scale.dtype)
+        return LossScale(
+            scale=self.scale * factor,
+            steps_since=jnp.where(grow | ~applied, 0, self.steps_since + 1),
+            skipped=self.skipped + ~applied,
+        )
 
 
 class TrainState(NamedTuple):
     """Parameters by name, beside the optimizer's moments and the number of steps taken."""
 
     step: Int[Array, ""]
+    """Steps, those that were not applied too: the number of the next batch."""
     params: dict[str, Array]
     opt_state: optax.OptState
+    ema: dict[str, Array] | None = None
+    """Moving average of the parameters, where there is one: for inference, never trained on."""
+    loss_scale: LossScale | None = None
+    """For float16 alone."""
+
+    @property
+    def updates(self) -> Int[Array, ""]:
+        """Steps that were applied: where the schedule stands."""
+        return self.step if self.loss_scale is None else self.step - self.loss_scale.skipped
+
+    @property
+    def inference_params(self) -> dict[str, Array]:
+        """What is evaluated: the moving average if there is one."""
+        return self.params if self.ema is None else self.ema
 
 
 def make_clipping(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -53,8 +96,26 @@ def make_optimizer(config: OptimizerConfig, *, d_model: int) -> optax.GradientTr
     return steps if config.clip_norm is None else optax.chain(make_clipping(config), steps)
 
 
-def initial_state(config: TrainConfig, key: Key[Array, ""]) -> TrainState:
-    """The state before the first step."""
-    params = initial_parameters(config.model, key)
+def initial_state(config: TrainConfig) -> TrainState:
+    """The state before the first step, which depends on config and seed alone."""
+    params = initial_parameters(config.model, _keys(config.seed)[0])
     optimizer = make_optimizer(config.optimizer, d_model=config.model.d_model)
-    return TrainState(jnp.zeros((), jnp.int32), params, jax.jit(optimizer.init)(params))
+    loss_scale = None
+    if config.model.dtype == "float16":
+        loss_scale = LossScale(jnp.float32(FIRST_LOSS_SCALE), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=jax.jit(optimizer.init)(params),
+        ema=None if config.optimizer.ema_decay is None else jax.tree.map(jnp.copy, params),
+        loss_scale=loss_scale,
+    )
+
+
+def dropout_key(seed: int) -> Key[Array, ""]:
+    """What the keys of all steps are folded from."""
+    return _keys(seed)[1]
+
+
+def _keys(seed: int) -> Key[Array, " 2"]:
+    return jax.random.split(jax.random.key(seed))

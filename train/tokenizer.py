@@ -81,11 +81,15 @@ class Tokenizer:
                 kept.append(piece)
         return kept
 
+    def to_json(self) -> str:
+        """All of it, as `save` writes it."""
+        return self._pieces.to_str(pretty=True)
+
     def save(self, path: Path) -> None:
         """Write one JSON file, at once: a process that is killed here leaves the old file or the new one, no half."""
         beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
-            beside.write_text(self._pieces.to_str(pretty=True), encoding="utf-8")
+            beside.write_text(self.to_json(), encoding="utf-8")
             os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)

@@ -10,8 +10,9 @@ from typing import TextIO
 import jax
 
 from train.checkpoint import Checkpoints
-from train.config import TrainConfig
+from train.config import ParallelConfig, TrainConfig
 from train.evaluate import Translator
+from train.parallel import Devices
 from train.run_dir import RunDir
 from train.tokenizer import Tokenizer
 
@@ -28,6 +29,7 @@ class TrainedRun:
     tokenizer: Tokenizer
     params: dict[str, jax.Array]
     step: int
+    devices: Devices
 
 
 def load_run(path: Path) -> TrainedRun:
@@ -40,15 +42,16 @@ def load_run(path: Path) -> TrainedRun:
     config = config.with_vocabulary(tokenizer.size)
     if not run_dir.checkpoints.is_dir():
         raise FileNotFoundError(f"{run_dir.checkpoints}: expected the checkpoints of a run, found no such folder")
+    devices = Devices(ParallelConfig(num_devices=1))
     checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, read_only=True)
     try:
         step = checkpoints.latest_step()
         if step is None:
             raise FileNotFoundError(f"{run_dir.checkpoints}: expected a finished checkpoint, found none")
-        params = jax.device_put(checkpoints.restore_params(config.model, step))
+        params = devices.place_params(checkpoints.restore_params(config.model, step))
     finally:
         checkpoints.close()
-    return TrainedRun(config=config, tokenizer=tokenizer, params=params, step=step)
+    return TrainedRun(config=config, tokenizer=tokenizer, params=params, step=step, devices=devices)
 
 
 def translate_stream(run: Path, source: Iterable[bytes], target: TextIO, *, batch_size: int | None = None) -> int:
@@ -61,7 +64,7 @@ def translate_stream(run: Path, source: Iterable[bytes], target: TextIO, *, batc
     if batch_size is not None:
         evaluation = dataclasses.replace(config.evaluation, batch_size=batch_size)
         config = config.replace(evaluation=evaluation)
-    translator = Translator(config, trained.tokenizer)
+    translator = Translator(config, trained.tokenizer, trained.devices)
     lines = _decoded(source)
     first = 1
     while chunk := list(itertools.islice(lines, LINES_AT_ONCE)):

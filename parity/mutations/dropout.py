@@ -22,6 +22,10 @@ class Tampered:
         """The source for a part."""
         return Tampered(self.source.at(name), self.change)
 
+    def for_rows(self, rows: Any) -> "Tampered":
+        """The changed source for other rows."""
+        return Tampered(self.source.for_rows(rows), self.change)
+
     def keep(self, shape: tuple[int, ...], *, rate: float) -> Any:
         """The changed mask."""
         keep = self.source.keep(shape, rate=rate)

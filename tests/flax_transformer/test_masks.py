@@ -1,8 +1,9 @@
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from flax_transformer import AttentionMask
-from flax_transformer.masks import causal_mask, padding_mask, window_mask
+from flax_transformer.masks import causal_mask, padding_mask, segment_positions, window_mask
 
 CAUSAL = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
 WINDOW_1 = [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
@@ -45,3 +46,26 @@ def test_groups_and_positions_outside_the_keys():
     allowed = AttentionMask(keys=keys, causal=True).allowed(queries, key_positions)
     assert allowed.shape == (1, 1, 2, 2, 2)
     assert ints(allowed[0, 0]) == [[[0, 1], [0, 1]], [[0, 0], [1, 0]]]
+
+
+def test_segments_see_themselves_alone():
+    segments, positions = jnp.array([[1, 1, 2, 0]]), jnp.arange(4)
+    mask = AttentionMask(query_segments=segments, key_segments=segments)
+    assert ints(mask.allowed(positions, positions)[0, 0]) == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    mask = AttentionMask(keys=segments != 0, causal=True, query_segments=segments, key_segments=segments)
+    packed = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+    assert ints(mask.allowed(positions, positions)[0, 0]) == packed
+    tiles = mask.allowed(positions.reshape(2, 2), jnp.array([[-2, -1], [2, 4]]))
+    assert ints(tiles[0, 0]) == [[[0, 0], [0, 0]], [[1, 0], [0, 0]]]
+    across = AttentionMask(query_segments=jnp.array([[2, 1, 1]]), key_segments=segments)
+    assert ints(across.allowed(jnp.arange(3), positions)[0, 0]) == [[0, 0, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0]]
+
+
+def test_segments_of_one_side_alone_are_refused():
+    with pytest.raises(ValueError, match="segments of queries and of keys, or of neither"):
+        AttentionMask(key_segments=jnp.array([[1]])).allowed(jnp.arange(1), jnp.arange(1))
+
+
+def test_positions_start_anew_with_every_segment():
+    segments = jnp.array([[1, 1, 1, 2, 3, 3, 0, 0], [0, 1, 1, 2, 2, 2, 2, 3]])
+    assert segment_positions(segments).tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], [0, 0, 1, 0, 1, 2, 3, 0]]

@@ -1,7 +1,8 @@
+import pytest
 import torch
 
 from torch_reference import AttentionMask
-from torch_reference.masks import causal_mask, padding_mask, window_mask
+from torch_reference.masks import causal_mask, padding_mask, segment_positions, window_mask
 
 CAUSAL = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
 WINDOW_1 = [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
@@ -38,3 +39,31 @@ def test_groups_and_positions_outside_the_keys():
     allowed = AttentionMask(keys=keys, causal=True).allowed(queries, key_positions)
     assert allowed.shape == (1, 1, 2, 2, 2)
     assert allowed[0, 0].int().tolist() == [[[0, 1], [0, 1]], [[0, 0], [1, 0]]]
+
+
+def test_segments_see_themselves_alone():
+    segments, positions = torch.tensor([[1, 1, 2, 0]]), torch.arange(4)
+    mask = AttentionMask(query_segments=segments, key_segments=segments)
+    assert mask.allowed(positions, positions)[0, 0].int().tolist() == [
+        [1, 1, 0, 0],
+        [1, 1, 0, 0],
+        [0, 0, 1, 0],
+        [0, 0, 0, 1],
+    ]
+    mask = AttentionMask(keys=segments != 0, causal=True, query_segments=segments, key_segments=segments)
+    packed = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+    assert mask.allowed(positions, positions)[0, 0].int().tolist() == packed
+    tiles = mask.allowed(positions.reshape(2, 2), torch.tensor([[-2, -1], [2, 4]]))
+    assert tiles[0, 0].int().tolist() == [[[0, 0], [0, 0]], [[1, 0], [0, 0]]]
+    across = AttentionMask(query_segments=torch.tensor([[2, 1, 1]]), key_segments=segments)
+    assert across.allowed(torch.arange(3), positions)[0, 0].int().tolist() == [[0, 0, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0]]
+
+
+def test_segments_of_one_side_alone_are_refused():
+    with pytest.raises(ValueError, match="segments of queries and of keys, or of neither"):
+        AttentionMask(key_segments=torch.tensor([[1]])).allowed(torch.arange(1), torch.arange(1))
+
+
+def test_positions_start_anew_with_every_segment():
+    segments = torch.tensor([[1, 1, 1, 2, 3, 3, 0, 0], [0, 1, 1, 2, 2, 2, 2, 3]])
+    assert segment_positions(segments).tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], [0, 0, 1, 0, 1, 2, 3, 0]]

@@ -13,6 +13,8 @@ from train.config import (
     CorpusConfig,
     EvaluationConfig,
     OptimizerConfig,
+    ParallelConfig,
+    ReportConfig,
     TokenizerConfig,
     TrainConfig,
 )
@@ -63,7 +65,8 @@ def tiny_run(corpus_dir: Path) -> Callable[..., TrainConfig]:
             evaluation=EvaluationConfig(batch_size=4, max_decode_len=8),
             checkpoint=CheckpointConfig(every_steps=3, keep=2),
             epochs=2,
-            log_every_steps=1,
+            parallel=ParallelConfig(num_devices=1),
+            report=ReportConfig(log_every_steps=1),
         )
         return dataclasses.replace(config, **changes)
 

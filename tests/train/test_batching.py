@@ -1,5 +1,5 @@
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from train.batching import (
     EXTRA_BUCKETS,
     Batch,
-    BatchPlan,
     Bucket,
+    Plan,
     decode_batches,
     drop_long,
     epoch_batches,
@@ -57,7 +57,7 @@ def pairs_in(batch: Batch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return found
 
 
-def all_pairs(batches: BatchPlan) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
+def all_pairs(batches: Plan) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
     return Counter(pair for batch in batches for pair in pairs_in(batch))
 
 
@@ -79,8 +79,10 @@ def test_an_epoch_holds_every_pair_once_within_the_budget(
     plan = epoch_batches(encoded, buckets, seed=7, epoch=epoch)
     assert all_pairs(plan) == expected_pairs(encoded)
     assert {batch.shape for batch in plan} <= set(buckets)
-    real = sum(int(np.count_nonzero(batch.src)) + batch.num_tokens for batch in plan)
-    assert plan.padding_efficiency == real / sum(batch.src.size + batch.tgt_out.size for batch in plan)
+    assert all(batch.src_segments is None and batch.tgt_segments is None for batch in plan)
+    real = sum(batch.num_real for batch in plan)
+    assert real == sum(map(sum, lengths))
+    assert plan.padding_efficiency == real / sum(batch.num_positions for batch in plan)
     assert sum(batch.num_tokens for batch in plan) == sum(tgt_len for _, tgt_len in lengths)
 
 
@@ -104,12 +106,22 @@ def positions_of_best_ranges(encoded: EncodedText, *, max_tokens: int, num_bucke
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 7), st.integers(1, 7)), min_size=1, max_size=30), number=st.integers(1, 4)
 )
-def test_no_other_ranges_need_fewer_positions(lengths: list[tuple[int, int]], number: int) -> None:
+def test_no_ranges_need_fewer_positions(lengths: list[tuple[int, int]], number: int) -> None:
     encoded = encoded_of(lengths)
     buckets = plan_buckets(encoded, config=BatchConfig(max_tokens=24, num_buckets=number, max_len=20))
     plan = epoch_batches(encoded, buckets, seed=0, epoch=0)
     positions = sum(batch.shape.positions for batch in plan)
-    assert positions == positions_of_best_ranges(encoded, max_tokens=24, num_buckets=number)
+    assert positions <= positions_of_best_ranges(encoded, max_tokens=24, num_buckets=number)
+    for shorter, longer in pairwise(buckets):
+        assert shorter.src_len <= longer.src_len
+        assert shorter.tgt_len <= longer.tgt_len
+
+
+def test_one_odd_pair_does_not_make_a_bucket_long() -> None:
+    """Ranges of the longer side would have targets of 20 in the bucket of sources of 20."""
+    encoded = encoded_of([(20, 5)] * 100 + [(40, 10)] * 100 + [(19, 20), (40, 40)])
+    buckets = plan_buckets(encoded, config=BatchConfig(max_tokens=200, num_buckets=3, max_len=40))
+    assert [(bucket.src_len, bucket.tgt_len) for bucket in buckets] == [(20, 5), (40, 10), (40, 40)]
 
 
 def test_six_buckets_leave_little_padding() -> None:
@@ -127,7 +139,8 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     buckets = plan_buckets(encoded, config=BatchConfig(max_tokens=100, num_buckets=4, max_len=40))
 
     def order(seed: int, epoch: int) -> list[list[int]]:
-        return [rows.tolist() for _, rows in epoch_batches(encoded, buckets, seed=seed, epoch=epoch).members]
+        plan = epoch_batches(encoded, buckets, seed=seed, epoch=epoch)
+        return [plan.pairs(i).tolist() for i in range(len(plan))]
 
     assert order(1, 2) == order(1, 2)
     orders = [order(1, 2), order(1, 3), order(2, 1), order(2, 2), order(0, 0)]
@@ -140,7 +153,7 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
 def test_the_order_of_an_epoch_never_changes() -> None:
     """A resumed run relies on it, also with another version of numpy."""
     plan = epoch_batches(encoded_of([(2, 2)] * 8), [Bucket(2, 2, 3)], seed=5, epoch=1)
-    assert [rows.tolist() for _, rows in plan.members] == [[0, 7, 6], [3, 1], [4, 2, 5]]
+    assert [plan.pairs(i).tolist() for i in range(len(plan))] == [[0, 7, 6], [3, 1], [4, 2, 5]]
 
 
 def test_a_batch_can_be_made_without_those_before_it() -> None:
@@ -155,6 +168,50 @@ def test_a_batch_can_be_made_without_those_before_it() -> None:
     for i in (-1, len(whole)):
         with pytest.raises(ValueError, match=rf"\[0, {len(whole)}\), got {i}"):
             late.batch(i)
+
+
+@given(lengths=LENGTHS, number=st.integers(1, 4), seed=st.integers(0, 9), epoch=st.integers(1, 99))
+def test_every_epoch_has_equally_many_batches(
+    lengths: list[tuple[int, int]], number: int, seed: int, epoch: int
+) -> None:
+    encoded = encoded_of(lengths)
+    buckets = plan_buckets(encoded, config=BatchConfig(max_tokens=40, num_buckets=number, max_len=20))
+    first, later = (epoch_batches(encoded, buckets, seed=seed, epoch=e) for e in (0, epoch))
+    assert len(first) == len(later)
+    assert Counter(map(first.shape, range(len(first)))) == Counter(map(later.shape, range(len(later))))
+
+
+def test_rows_are_made_apart_and_filled_up_with_padding() -> None:
+    encoded = random_encoded()
+    plan = epoch_batches(
+        encoded,
+        plan_buckets(encoded, config=BatchConfig(max_tokens=100, num_buckets=4, max_len=40)),
+        seed=3,
+        epoch=1,
+    )
+    check_rows(plan)
+
+
+def check_rows(plan: Plan) -> None:
+    """Pieces of a batch are the batch, then PAD; and `shape` and `pairs` say what stands in it."""
+    for i in range(len(plan)):
+        whole = plan.batch(i)
+        size = whole.shape.batch_size
+        assert plan.shape(i) == whole.shape
+        assert whole.num_real == plan.encoded.lengths[plan.pairs(i)].sum()
+        parts = [plan.rows(i, start, start + 2) for start in range(0, size + 4, 2)]
+        for name in ("src", "tgt_in", "tgt_out", "src_segments", "tgt_segments"):
+            if getattr(whole, name) is not None:
+                rows = np.concatenate([getattr(part, name) for part in parts])
+                np.testing.assert_array_equal(rows[:size], getattr(whole, name))
+                assert not rows[size:].any()
+    for start, stop in ((-1, 2), (2, 2), (3, 2)):
+        with pytest.raises(ValueError, match=f"got rows {start} to {stop}"):
+            plan.rows(0, start, stop)
+    with pytest.raises(ValueError, match="number of a batch"):
+        plan.pairs(len(plan))
+    with pytest.raises(ValueError, match="number of a batch"):
+        plan.shape(-1)
 
 
 def test_an_epoch_refuses_what_fits_no_bucket_and_negative_seeds() -> None:
@@ -184,7 +241,8 @@ def test_evaluation_drops_nothing_and_bounds_its_shapes(
 def test_evaluation_goes_in_order_of_length() -> None:
     encoded = random_encoded()
     buckets = plan_buckets(encoded, config=BatchConfig(max_tokens=100, num_buckets=4, max_len=40))
-    order = np.concatenate([rows for _, rows in evaluation_batches(encoded, buckets).members])
+    plan = evaluation_batches(encoded, buckets)
+    order = np.concatenate([plan.pairs(i) for i in range(len(plan))])
     longer = encoded.lengths.max(axis=1)[order]
     assert (np.diff(longer) >= 0).all()
 

@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tyro
 
 from train.config import (
     BatchConfig,
@@ -27,6 +28,21 @@ def config(**changes: object) -> TrainConfig:
     [
         (lambda: CorpusConfig(kind="files"), r"corpus\.path: expected a folder .*'files', got None"),
         (lambda: CorpusConfig(kind="iwslt"), r"corpus\.path: expected a folder .*'iwslt', got None"),
+        (lambda: CorpusConfig(kind="hub"), r"corpus\.hub: expected the name of a dataset .*'hub', got None"),
+        (lambda: CorpusConfig(kind="hub", hub=""), r"corpus\.hub: expected the name of a dataset .*'hub', got ''"),
+        (lambda: CorpusConfig(hub="a/b"), r"corpus\.hub: expected None with corpus\.kind='demo', got 'a/b'"),
+        (
+            lambda: CorpusConfig(kind="files", path=Path("x"), hub_config="de-en"),
+            r"corpus\.hub_config: expected None with corpus\.kind='files', got 'de-en'",
+        ),
+        (
+            lambda: CorpusConfig(kind="iwslt", path=Path("x"), hub_revision="main"),
+            r"corpus\.hub_revision: expected None with corpus\.kind='iwslt', got 'main'",
+        ),
+        (
+            lambda: CorpusConfig(kind="hub", hub="a/b", hub_revision="refs/convert/parquet"),
+            r"corpus\.hub_config: expected a folder of the branch .*'refs/convert/parquet', got None",
+        ),
         (lambda: CorpusConfig(num_pairs=0), r"corpus\.num_pairs: expected more than 0, got 0"),
         (lambda: TokenizerConfig(vocab_size=259), r"tokenizer\.vocab_size: expected at least 260 .*, got 259"),
         (lambda: BatchConfig(max_tokens=0), r"batch\.max_tokens: expected more than 0"),
@@ -83,6 +99,52 @@ def test_presets_go_through_json_and_back(name):
     assert isinstance(again.run_dir, Path)
 
 
+@pytest.mark.parametrize(
+    ("size", "numbers"),
+    [("base", (512, 2048, 8, 0.1, 100_000, 5)), ("big", (1024, 4096, 16, 0.3, 300_000, 20))],
+)
+def test_wmt14_has_the_papers_numbers(size, numbers):
+    """Vaswani et al. 2017: table 3, and sections 3.4, 5.1, 5.3, 5.4, 6.1."""
+    preset = PRESETS[f"wmt14-en-de-{size}"]()
+    model, optimizer = preset.model, preset.optimizer
+    widths = (model.d_model, model.d_ff, model.num_heads, model.dropout)
+    assert (*widths, preset.max_steps, preset.checkpoint.keep) == numbers
+    assert (model.num_encoder_layers, model.num_decoder_layers, model.norm_order, model.activation) == (
+        *(6, 6),
+        *("post", "relu"),
+    )
+    assert (model.tie_embeddings, model.positions) == ("all", "interleaved")
+    assert (model.attention_dropout, model.activation_dropout) == (0.0, 0.0)
+    assert (preset.tokenizer.vocab_size, model.src_vocab_size, model.tgt_vocab_size) == (37_000, 37_000, 37_000)
+    assert (preset.batch.max_tokens, preset.label_smoothing) == (25_000, 0.1)
+    assert (optimizer.name, optimizer.b1, optimizer.b2, optimizer.eps) == ("adam", 0.9, 0.98, 1e-9)
+    assert (optimizer.schedule, optimizer.noam_factor, optimizer.warmup_steps) == ("noam", 1.0, 4_000)
+    assert (optimizer.clip_norm, optimizer.weight_decay) == (None, 0.0)
+    assert (model.dtype, model.param_dtype) == ("bfloat16", "float32")
+    # More epochs than the steps have room for: 4.5 million pairs of some 25 pieces a side.
+    assert preset.epochs * 4_500_000 * 25 / preset.batch.max_tokens > preset.max_steps
+    corpus = preset.corpus
+    assert (corpus.kind, corpus.hub, corpus.hub_config) == ("hub", "wmt/wmt14", "de-en")
+    assert (corpus.source_language, corpus.target_language) == ("en", "de")
+    assert (corpus.train_split, corpus.validation_split, corpus.test_split) == ("train", "validation", "test")
+
+
+def test_the_iwslt_presets_differ_in_their_text_alone():
+    ours, theirs = PRESETS["iwslt17-de-en"](), PRESETS["iwslt16-de-en"]()
+    assert ours.corpus.hub_is_converted
+    assert ours.replace(corpus=theirs.corpus, run_dir=theirs.run_dir) == theirs
+
+
+def test_multi30k_from_the_hub_on_the_command_line():
+    """As the preset's docstring has it: the path of its files stays, unused."""
+    from train.__main__ import Preset
+
+    example = PRESETS["multi30k-de-en"].__doc__.partition("`")[2].partition("`")[0]
+    corpus = tyro.cli(Preset, args=example.split()).corpus
+    assert (corpus.kind, corpus.hub, corpus.hub_config) == ("hub", "bentrevett/multi30k", None)
+    assert (corpus.train_split, corpus.validation_split, corpus.test_split) == ("train", "validation", "test")
+
+
 def test_unknown_fields_are_named_with_their_section():
     values = config().to_dict()
     values["batch"] = {**values["batch"], "max_token": 5}
@@ -108,7 +170,7 @@ def test_a_changed_config_is_refused_naming_each_field(tmp_path: Path):
     run_dir.write_config(first)
     assert run_dir.read_config() == first
     free = first.replace(
-        epochs=7, max_steps=3, log_every_steps=1, run_dir=tmp_path, checkpoint=CheckpointConfig(keep=1)
+        epochs=7, max_steps=3, report=ReportConfig(log_every_steps=1), run_dir=tmp_path, checkpoint=CheckpointConfig(keep=1)
     )
     run_dir.write_config(free)
     changed = free.replace(seed=5, optimizer=OptimizerConfig(b1=0.8))

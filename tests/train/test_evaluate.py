@@ -83,7 +83,11 @@ def test_bleu_is_sacrebleus_on_text():
         assert f"case:{case}|" in signature
         assert "tok:13a" in signature
         assert f"version:{sacrebleu.__version__}" in signature
-    assert score(references, references).bleu == pytest.approx(100)
+    perfect = score(references, references)
+    assert perfect.bleu == pytest.approx(100)
+    assert perfect.chrf == pytest.approx(100)
+    assert scores.chrf == sacrebleu.corpus_chrf(hypotheses, [references]).score
+    assert "case:mixed|eff:yes|nc:6|nw:0|space:no|" in scores.chrf_signature  # chrF2, not chrF++
     for some in (hypotheses[:2], [*hypotheses, "More."]):
         with pytest.raises(ValueError, match=f"as many hypotheses as references, at least one, got {len(some)} and 4"):
             score(some, references)
