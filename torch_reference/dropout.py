@@ -70,7 +70,8 @@ NO_DROPOUT = NoDropout()
 class DropoutSeed:
     """Draws every mask with a generator of its own, seeded from one seed and the name of the site.
 
-    torch's global random numbers are neither read nor moved on.
+    torch's global random numbers are neither read nor moved on. There is no `for_rows` as in the Flax twin: a generator
+    draws its mask in one go, and rows that can be drawn apart would need a generator each.
     """
 
     def __init__(self, seed: int | Int[Tensor, ""], path: str = ""):

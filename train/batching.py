@@ -132,8 +132,8 @@ def plan_buckets(encoded: EncodedText, *, config: BatchConfig) -> tuple[Bucket, 
     """The shapes, at most `config.num_buckets`, that hold all pairs in few padded positions.
 
     Each bucket takes the pairs that fit it and none before, and has `max_tokens // max(src_len, tgt_len)` rows (at
-    least one). There are no more positions than with the best ranges of the longer side, and no bucket can be made
-    longer or shorter to save some; the rows that fill last batches are counted too.
+    least one). There are never more positions than with the best ranges of the longer side, and mostly fewer; the rows
+    that fill last batches are counted too.
     """
     shapes = best_shapes(encoded.lengths, max_tokens=config.max_tokens, num_buckets=config.num_buckets)
     return tuple(Bucket(*shape) for shape in shapes)

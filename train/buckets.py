@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -13,22 +12,22 @@ Count = int | np.integer | np.ndarray
 Lengths = tuple[int, int]
 Shape = tuple[int, int, int]
 """Source length, target length, rows."""
-Numbers = Any
-"""Whole ones: int, numpy's, or an array of them."""
 
 
 def best_shapes(lengths: Int64[np.ndarray, "pairs 2"], *, max_tokens: int, num_buckets: int) -> tuple[Shape, ...]:
-    """At most `num_buckets` shapes, each longer than the one before on at least one side and shorter on none.
+    """At most `num_buckets` shapes, for pairs to take the first that they fit.
 
     Dynamic programming finds the best ranges of the longer side. One pair of unusual lengths makes a whole range long
     on both sides, so the two lengths of every shape are then moved, one shape at a time, for as long as that helps.
     """
-    ranges = _best_ranges(lengths, max_tokens=max_tokens, num_buckets=num_buckets)
+    positions, shapes = _best_ranges(lengths, max_tokens=max_tokens, num_buckets=num_buckets)
     # Ranges may have no use for so many shapes; the moves may, so the rest begin as copies, which hold no pair.
-    copies = [ranges[i * len(ranges) // num_buckets] for i in range(num_buckets)]
+    copies = [shapes[i * len(shapes) // num_buckets] for i in range(num_buckets)]
     chain = list(itertools.accumulate(copies, lambda shorter, shape: tuple(map(max, shorter, shape))))
-    moved = _Table(lengths, max_tokens=max_tokens).improved(chain)
-    return tuple((src_len, tgt_len, int(_rows(src_len, tgt_len, max_tokens))) for src_len, tgt_len in moved)
+    moved_positions, moved = _Table(lengths, max_tokens=max_tokens).improved(chain)
+    if moved_positions < positions:  # not so where shapes of which none holds another are best
+        shapes = moved
+    return tuple((src_len, tgt_len, int(_rows(src_len, tgt_len, max_tokens))) for src_len, tgt_len in shapes)
 
 
 def first_fitting(lengths: Int64[np.ndarray, "pairs 2"], shapes: Sequence[Shape]) -> Int64[np.ndarray, "pairs"]:
@@ -50,8 +49,10 @@ def _positions(pairs: Count, src_len: Count, tgt_len: Count, max_tokens: int) ->
     return -(-pairs // rows) * rows * (src_len + tgt_len)
 
 
-def _best_ranges(lengths: Int64[np.ndarray, "pairs 2"], *, max_tokens: int, num_buckets: int) -> list[Lengths]:
-    """The longest lengths on either side within each of the ranges of the longer side that are cheapest together."""
+def _best_ranges(
+    lengths: Int64[np.ndarray, "pairs 2"], *, max_tokens: int, num_buckets: int
+) -> tuple[int, list[Lengths]]:
+    """Padded positions with the cheapest ranges of the longer side, and the longest lengths in each of them."""
     keys, counts, longer = _distinct(lengths.max(axis=1))
     longest = np.zeros((len(keys), 2), dtype=np.int64)
     for side in (0, 1):
@@ -63,7 +64,8 @@ def _best_ranges(lengths: Int64[np.ndarray, "pairs 2"], *, max_tokens: int, num_
         cost[first, first + 1 :] = _positions(before[first + 1 :] - before[first], src_len, tgt_len, max_tokens)
     cuts = _cheapest_cuts(cost, num_buckets)
     tops = [longest[first:last].max(axis=0) for first, last in itertools.pairwise(cuts)]
-    return [(int(top[0]), int(top[1])) for top in tops]
+    positions = sum(int(cost[first, last]) for first, last in itertools.pairwise(cuts))
+    return positions, [(int(top[0]), int(top[1])) for top in tops]
 
 
 def _cheapest_cuts(cost: Int64[np.ndarray, "begins ends"], num_buckets: int) -> list[int]:
@@ -96,7 +98,7 @@ def _distinct(
 
 
 class _Table:
-    """How many pairs fit each shape, and so what a chain of shapes costs."""
+    """How many pairs fit each shape, and so what a chain costs: shapes each of which holds all shorter ones."""
 
     def __init__(self, lengths: Int64[np.ndarray, "pairs 2"], *, max_tokens: int):
         self.max_tokens = max_tokens
@@ -106,8 +108,11 @@ class _Table:
         pairs = np.bincount(src * shape[1] + tgt, minlength=shape[0] * shape[1]).reshape(shape)
         self.fitting = pairs.cumsum(axis=0).cumsum(axis=1)
 
-    def improved(self, chain: Sequence[Lengths]) -> list[Lengths]:
-        """The chain after moves of one shape between its neighbours, each the best there is, until none helps."""
+    def improved(self, chain: Sequence[Lengths]) -> tuple[int, list[Lengths]]:
+        """Moves one shape between its neighbours, to the best place there is, until that helps with none.
+
+        The positions then, and the shapes that hold any pair.
+        """
         at = [(int(np.searchsorted(self.src, s)), int(np.searchsorted(self.tgt, t))) for s, t in chain]
         moving = True
         while moving:
@@ -115,8 +120,10 @@ class _Table:
             for i in range(len(moved) - 1):
                 moved[i] = self._best_between(moved[i - 1] if i else None, moved[i], moved[i + 1])
             moving, at = moved != at, moved
-        used = [place for i, place in enumerate(at) if self._fitting(place) > (self._fitting(at[i - 1]) if i else 0)]
-        return [(int(self.src[i]), int(self.tgt[j])) for i, j in used]
+        pairs = np.diff([0, *map(self._fitting, at)])
+        shapes = [(int(self.src[i]), int(self.tgt[j])) for i, j in at]
+        positions = sum(int(_positions(n, *shape, self.max_tokens)) for n, shape in zip(pairs, shapes, strict=True))
+        return positions, [shape for n, shape in zip(pairs, shapes, strict=True) if n]
 
     def _fitting(self, place: Lengths) -> int:
         return int(self.fitting[place])
@@ -127,11 +134,10 @@ class _Table:
         window = tuple(slice(first, last + 1) for first, last in zip(low, after, strict=True))
         src_len, tgt_len = self.src[window[0], None], self.tgt[None, window[1]]
         fitting = self.fitting[window]
-        cost: np.ndarray = _positions(
-            fitting - (self._fitting(before) if before else 0), src_len, tgt_len, self.max_tokens
-        )
+        pairs = fitting - (self._fitting(before) if before else 0)
         last_shape = int(self.src[after[0]]), int(self.tgt[after[1]])
-        cost += _positions(self._fitting(after) - fitting, *last_shape, self.max_tokens)
+        here_cost = _positions(pairs, src_len, tgt_len, self.max_tokens)
+        cost = np.asarray(here_cost + _positions(self._fitting(after) - fitting, *last_shape, self.max_tokens))
         place = np.unravel_index(int(cost.argmin()), cost.shape)
         if cost[place] >= cost[here[0] - low[0], here[1] - low[1]]:
             return here

@@ -42,7 +42,7 @@ class RunRecord:
 class Checkpoints:
     """The checkpoints of a run, `<folder>/<step>/{params,opt_state,ema,run}`; only committed ones are seen.
 
-    Each `params` is an Orbax checkpoint of its own, a flat dictionary from dotted names to arrays. The newest `keep`
+    Opening them raises ValueError that names the folder if it cannot be told what is in it. Each `params` is an Orbax checkpoint of its own, a flat dictionary from dotted names to arrays. The newest `keep`
     are kept, and the best by `metric`.
     """
 
@@ -53,13 +53,20 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(read_only=True)
         else:
             sign = 1.0 if metric == "bleu" else -1.0
-            best = BestN(
-                get_metric_fn=lambda measured: sign * measured[metric], n=1, keep_checkpoints_without_metrics=False
-            )
+
+            def goodness(measured: dict[str, float]) -> float:
+                return sign * measured[metric]
+
+            best = BestN(get_metric_fn=goodness, n=1, keep_checkpoints_without_metrics=False)
             options = ocp.CheckpointManagerOptions(
-                create=True, preservation_policy=AnyPreservationPolicy([LatestN(keep), best])
+                create=True,
+                preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
+                best_fn=goodness,  # without it what was measured is not written, and forgotten by the next process
             )
-        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        try:
+            self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        except ValueError as error:  # of a file of figures that is no JSON
+            raise ValueError(f"{folder}: expected checkpoints, got one that cannot be read ({error})") from error
 
     def latest_step(self) -> int | None:
         """The newest committed checkpoint, or None."""
@@ -128,6 +135,11 @@ class Checkpoints:
             self._check_shapes(step, name, tree, restored[name])
         values: dict[str, Any] = {"step": np.int32(step)} | {name: restored[name] for name in wanted}
         scale = restored["run"].get("loss_scale")
+        if (scale is not None) != (config.model.dtype == "float16"):
+            raise ValueError(
+                f"{self.folder / str(step)}: expected a loss scale with float16 and none without, got {scale} with "
+                f"{config.model.dtype}"
+            )
         if scale is not None:
             now: list[Any] = [np.float32(scale[0]), np.int32(scale[1]), np.int32(scale[2])]
             values["loss_scale"] = LossScale(*now)

@@ -1,7 +1,7 @@
 """What a run writes down as it goes: metrics.jsonl, event files of TensorBoard, a trace of the profiler."""
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -55,3 +55,11 @@ class Journal:
             self._end_trace()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+
+def evaluations_since_best(metrics: str, metric: Literal["loss", "bleu"]) -> int:
+    """How many evaluations in a row, in the text of a metrics.jsonl, have brought nothing better."""
+    kind, field, sign = ("validation_scores", "bleu", 1) if metric == "bleu" else ("validation", "nll_per_token", -1)
+    records = map(json.loads, metrics.splitlines())
+    values = [sign * record[field] for record in records if record["kind"] == kind]
+    return len(values) - 1 - values.index(max(values)) if values else 0

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Generator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,10 +19,10 @@ from train.corpus import ParallelText
 from train.display import TrainingProgress, compiling, show_run, show_scores, show_translations
 from train.evaluate import HeldOutLoss, Scores, Translator, held_out_loss, score
 from train.flops import matmul_flops
-from train.journal import Journal
+from train.journal import Journal, evaluations_since_best
 from train.parallel import Devices, any_process, is_main_process
 from train.prefetch import prefetched
-from train.prepare import PreparedData, prepare
+from train.prepare import PreparedData, prepare, restore_tokenizer
 from train.run_dir import RunDir
 from train.signals import StoppedError, StopRequest
 from train.state import TrainState, initial_state
@@ -76,11 +75,12 @@ def run(config: TrainConfig, *, console: Console) -> RunResult:
             run_dir.write_config(config)
             run_dir.write_start({"devices": str(devices)})
         stop = stack.enter_context(StopRequest())
+        checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, metric=config.evaluation.metric)
+        stack.callback(checkpoints.close)
+        restore_tokenizer(run_dir, checkpoints)
         data = prepare(config, run_dir, console=console)
         config = config.with_vocabulary(data.tokenizer.size)
         show_run(console, config=config, data=data, devices=devices)
-        checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, metric=config.evaluation.metric)
-        stack.callback(checkpoints.close)
         trainer = Trainer(
             config, data=data, run_dir=run_dir, checkpoints=checkpoints, console=console, devices=devices, stop=stop
         )
@@ -133,7 +133,7 @@ class Trainer:
         self._check(record, latest)
         state = self.checkpoints.restore(self.config, latest)
         self.step, self.evaluated_step = latest, record.evaluated_step
-        self._set_metrics(record.metrics)
+        self._set_metrics(self._rewound(record.metrics))
         epoch, batch = divmod(latest, self.steps_per_epoch)
         self.console.print(f"Continuing from step {latest:,}, epoch {epoch + 1}, batch {batch}.")
         return state
@@ -149,6 +149,18 @@ class Trainer:
         if record.corpus_sha256 != self.data.corpus.train.sha256:
             raise ValueError(f"{where}: expected the training text that it was trained on, got another one")
 
+    def _rewound(self, metrics: str) -> str:
+        """Without what was measured only because the run was to end here, if it now goes on."""
+        if self.step >= self.last_step:
+            return metrics
+        scheduled = {"validation": self._evaluation_is_scheduled(), "validation_scores": self._bleu_is_scheduled()}
+
+        def stays(line: str) -> bool:
+            record = json.loads(line)
+            return record["step"] != self.step or scheduled.get(record["kind"], True)
+
+        return "".join(line for line in metrics.splitlines(keepends=True) if stays(line))
+
     def _set_metrics(self, text: str) -> None:
         if is_main_process():
             self.run_dir.set_metrics(text)
@@ -157,29 +169,32 @@ class Trainer:
 
     def train(self) -> None:
         """All steps that are left, unless the validation has stopped getting better before."""
-        if self.step < self.last_step or self._evaluation_is_due():
-            self._compile()
-        if self._evaluation_is_due():
-            self._evaluate()
-        if self._is_over():
+        if not self._evaluation_is_due() and self._is_over():
             return
-        with self.progress() as progress, contextlib.closing(self._batches()) as batches:
-            for made in batches:
-                self._take(made, progress)
-                if self._asked_to_stop():
-                    self._stop()
+        self.compile()
+        with self.progress() as progress:
+            while True:
                 if self._evaluation_is_due():
-                    self._read_pending(progress)
                     self._evaluate()
-                    if self._is_over():
-                        break
-                elif self.step % self.config.checkpoint.every_steps == 0:
-                    self._read_pending(progress)
-                    self._save()
+                if self._is_over():
+                    break
+                self.take_steps(self._next_evaluation(), progress)
         self.console.print(
             f"Compilations: training step {self.train_step.compilations} of {len(self.data.shapes)}, evaluation step "
             f"{self.evaluation_step.compilations} of {len(self.data.buckets)}."
         )
+
+    def take_steps(self, until: int, progress: TrainingProgress) -> None:
+        """The steps before step `until`, saved in between when that is due."""
+        with contextlib.closing(prefetched(self.made, range(self.step, until))) as batches:
+            for made in batches:
+                self._take(made, progress)
+                if self._asked_to_stop():
+                    self._stop(progress)
+                if self.step % self.config.checkpoint.every_steps == 0 and self.step < until:
+                    self._read_pending(progress)
+                    self._save()
+        self._read_pending(progress)
 
     def progress(self) -> TrainingProgress:
         """A bar over all steps."""
@@ -191,10 +206,8 @@ class Trainer:
             per_epoch=self.steps_per_epoch,
         )
 
-    def _batches(self) -> Generator[Made, None, None]:
-        yield from prefetched(self._made, range(self.step, self.last_step))
-
-    def _made(self, number: int) -> Made:
+    def made(self, number: int) -> Made:
+        """Batch `number` of the run, on the devices."""
         epoch, i = divmod(number, self.steps_per_epoch)
         plan = self.data.epoch(epoch)
         shape, model = plan.shape(i), self.config.model
@@ -207,7 +220,8 @@ class Trainer:
             arrays=self.devices.place_batch(shape, partial(plan.rows, i), vocab_size=model.tgt_vocab_size),
         )
 
-    def _compile(self) -> None:
+    def compile(self) -> None:
+        """Every program of training and validation, ahead of the first step."""
         arguments = [
             (self.state, self.devices.batch_shapes(shape, packed=self.data.packed)) for shape in self.data.shapes
         ]
@@ -218,6 +232,7 @@ class Trainer:
                 for args in every:
                     compiled.prepare(*args)
                     done()
+        self.throughput = Throughput(self.devices.devices, self.config.model)  # the clock starts when all is ready
 
     def _take(self, made: Made, progress: TrainingProgress) -> None:
         """One step. The metrics of the step before are read only now, so that the device never waits for the host."""
@@ -250,10 +265,11 @@ class Trainer:
         file = self.run_dir.write_batch(
             made.number + 1, pairs=pairs, data=self.data.train, tokenizer=self.data.tokenizer
         )
+        good = self.checkpoints.latest_step()
+        left = "nothing had been saved yet" if good is None else f"the last good checkpoint is step {good}"
         raise TrainingDivergedError(
             f"{self.run_dir.path}: loss {float(host.loss)}, gradient norm {float(host.grad_norm)} at step "
-            f"{made.number + 1}, epoch {epoch + 1}, batch {i}, which was not applied. Its pairs are in {file}; the "
-            f"last good checkpoint is step {self.checkpoints.latest_step()}"
+            f"{made.number + 1}, epoch {epoch + 1}, batch {i}, which was not applied. Its pairs are in {file}; {left}"
         )
 
     def _asked_to_stop(self) -> bool:
@@ -261,11 +277,8 @@ class Trainer:
             return False
         return any_process(self.stop.requested is not None)
 
-    def _stop(self) -> None:
-        if self._pending is not None:
-            made, metrics = self._pending
-            self._check_finite(made, self.devices.metrics(metrics))
-            self._read_pending(self.progress())
+    def _stop(self, progress: TrainingProgress) -> None:
+        self._read_pending(progress)
         self._save()
         self.checkpoints.wait()
         raise StoppedError(f"{self.run_dir.path}: stopped and saved at step {self.step}; the same command continues")
@@ -273,17 +286,30 @@ class Trainer:
     # Evaluation.
 
     def _evaluation_is_due(self) -> bool:
-        if self.step in (0, self.evaluated_step):
-            return False
-        evaluation, (epoch, rest) = self.config.evaluation, divmod(self.step, self.steps_per_epoch)
-        epoch_is_due = rest == 0 and epoch % evaluation.every_epochs == 0
-        step_is_due = evaluation.every_steps is not None and self.step % evaluation.every_steps == 0
-        return epoch_is_due or step_is_due or self.step >= self.last_step
+        return self.step not in (0, self.evaluated_step) and self._next_evaluation(self.step) == self.step
+
+    def _evaluation_is_scheduled(self) -> bool:
+        """Wherever the run may end."""
+        return any(self.step % every == 0 for every in self._intervals())
+
+    def _bleu_is_scheduled(self) -> bool:
+        every = self.config.evaluation.bleu_every_epochs
+        return every is not None and self.step % (every * self.steps_per_epoch) == 0
+
+    def _intervals(self) -> list[int]:
+        """Steps from evaluation to evaluation."""
+        evaluation = self.config.evaluation
+        by_steps = [] if evaluation.every_steps is None else [evaluation.every_steps]
+        return [evaluation.every_epochs * self.steps_per_epoch, *by_steps]
+
+    def _next_evaluation(self, first: int | None = None) -> int:
+        """The next step, from `first` on, after which there is an evaluation."""
+        first = self.step + 1 if first is None else first
+        return min([self.last_step, *(-(-first // every) * every for every in self._intervals())])
 
     def _evaluate(self) -> None:
         """Measures, writes down and saves: a run that is killed here does all of it again."""
         started = time.perf_counter()
-        every, (epoch, rest) = self.config.evaluation.bleu_every_epochs, divmod(self.step, self.steps_per_epoch)
         loss = self._validation_loss()
         measured = {"loss": loss.per_token}
         line = (
@@ -298,7 +324,8 @@ class Trainer:
             perplexity=loss.perplexity,
             nll_per_character=loss.per_character,
         )
-        if every and (self.step >= self.last_step or (rest == 0 and epoch % every == 0)):
+        every = self.config.evaluation.bleu_every_epochs
+        if self._bleu_is_scheduled() or (every is not None and self.step >= self.last_step):
             scores = self._scores(self.data.corpus.validation)
             measured["bleu"] = scores.bleu
             self._append("validation_scores", self.step, **dataclasses.asdict(scores))
@@ -315,12 +342,7 @@ class Trainer:
         patience, metric = self.config.evaluation.patience, self.config.evaluation.metric
         if patience is None:
             return False
-        kind, field, sign = (
-            ("validation_scores", "bleu", 1) if metric == "bleu" else ("validation", "nll_per_token", -1)
-        )
-        records = map(json.loads, self.run_dir.metrics().splitlines())
-        values = [sign * record[field] for record in records if record["kind"] == kind]
-        waited = len(values) - 1 - values.index(max(values)) if values else 0
+        waited = evaluations_since_best(self.run_dir.metrics(), metric)
         if waited < patience:
             return False
         self.console.print(f"Stopping: the last {waited} evaluations have brought no better {metric}.")

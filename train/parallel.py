@@ -115,6 +115,7 @@ class Devices:
         self.micro_batches = config.accumulation_steps
         self._whole = NamedSharding(self.mesh, PartitionSpec())
         self._rows = NamedSharding(self.mesh, PartitionSpec(None, ROWS))
+        self._copies = NamedSharding(self.mesh, PartitionSpec(ROWS))
 
     def for_evaluation(self) -> "Devices":
         """The same devices, under jit, with batches in one piece."""
@@ -132,8 +133,8 @@ class Devices:
     def place_state(self, state: TrainState) -> TrainState:
         """A whole state, which every process has, on the devices."""
         if self.pmapped:
-            local = len(jax.local_devices()) if jax.process_count() > 1 else len(self.devices)
-            return jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), (local, *np.shape(x))), state)
+            copies = len(self.devices)
+            return jax.tree.map(lambda x: _placed(np.broadcast_to(x, (copies, *np.shape(x))), self._copies), state)
         # Copies, because the state is given up to the first step, and jax may share the memory of a numpy array.
         return jax.tree.map(lambda x: _placed(np.array(x), self._sharding(x)), state)
 
@@ -171,11 +172,12 @@ class Devices:
         per_micro = self.padded_rows(bucket.batch_size) // self.micro_batches
         lead: tuple[int, ...] = (self.micro_batches, per_micro)
         if self.pmapped:
-            lead = (len(self._shares(per_micro)), self.micro_batches, per_micro // len(self.devices))
+            lead = (len(self.devices), self.micro_batches, per_micro // len(self.devices))
 
         def shape(*tail: int) -> Any:
-            sharding = None if self.pmapped else self._rows
-            return jax.ShapeDtypeStruct((*lead, *tail), jnp.int32, sharding=sharding)
+            return jax.ShapeDtypeStruct(
+                (*lead, *tail), jnp.int32, sharding=self._copies if self.pmapped else self._rows
+            )
 
         src, tgt = shape(bucket.src_len), shape(bucket.tgt_len)
         return Arrays(src, tgt, tgt, shape(), Packing(src, tgt) if packed else None)
@@ -191,13 +193,14 @@ class Devices:
             for share in self._shares(per_micro)
         }
         of_devices = [(share.device, made[share.start, share.stop]) for share in self._shares(per_micro)]
-        if self.pmapped:
-            return jax.tree.map(lambda *leaves: np.stack(leaves), *(arrays for _, arrays in of_devices))
 
         def joined(*leaves: np.ndarray) -> Array:
-            shape = (self.micro_batches, per_micro, *leaves[0].shape[2:])
+            shape, sharding = (self.micro_batches, per_micro, *leaves[0].shape[2:]), self._rows
+            if self.pmapped:
+                shape, sharding = (len(self.devices), *leaves[0].shape), self._copies
+                leaves = tuple(leaf[None] for leaf in leaves)
             pieces = [jax.device_put(leaf, device) for leaf, (device, _) in zip(leaves, of_devices, strict=True)]
-            return jax.make_array_from_single_device_arrays(shape, self._rows, pieces)
+            return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
         return jax.tree.map(joined, *(arrays for _, arrays in of_devices))
 
@@ -283,4 +286,4 @@ def _placed(value: np.ndarray, sharding: NamedSharding) -> Array:
 def _first_copy(leaf: Any) -> np.ndarray:
     """Of what pmap has on every device, without the axis of devices."""
     shard = leaf.addressable_shards[0].data if isinstance(leaf, jax.Array) else leaf
-    return np.asarray(shard)[0]
+    return np.asarray(np.asarray(shard)[0])

@@ -1,7 +1,7 @@
 """Makes what is needed next while the device computes what is needed now."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ AHEAD = 2
 """Batches that are ready and wait: one on the device, and one for the moment when that is taken."""
 
 
-def prefetched(make: Callable[[N], T], numbers: Iterable[N], *, ahead: int = AHEAD) -> Iterator[T]:
+def prefetched(make: Callable[[N], T], numbers: Iterable[N], *, ahead: int = AHEAD) -> Generator[T, None, None]:
     """`make(number)` for each of them, in order, up to `ahead` of them made in a thread before they are asked for.
 
     An error of `make` is raised where its result would have come. Whoever stops early closes the iterator, or lets go

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 
 from train.batching import Bucket, Plan, drop_long, epoch_batches, extend_buckets, plan_buckets
+from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.corpus import Corpus, load_corpus
 from train.display import encoding
 from train.packing import packed_epoch, plan_packing
 from train.parallel import is_main_process, wait_for_all
-from train.run_dir import RunDir
+from train.run_dir import RunDir, write_whole
 from train.sentences import EncodedText, encode_text, encode_to_disk
 from train.tokenizer import Tokenizer
 
@@ -70,6 +71,19 @@ def prepare(config: TrainConfig, run_dir: RunDir, *, console: Console) -> Prepar
         epoch=epoch,
         notes=(*corpus.notes, str(dropped)) if dropped else corpus.notes,
     )
+
+
+def restore_tokenizer(run_dir: RunDir, checkpoints: Checkpoints) -> None:
+    """A tokenizer that has gone comes from the newest checkpoint: one learned anew may be another.
+
+    Raises ValueError if that checkpoint cannot be read.
+    """
+    latest = checkpoints.latest_step()
+    if latest is None:
+        return
+    record = checkpoints.record(latest)  # in every process: Orbax has them wait for each other
+    if is_main_process() and not run_dir.tokenizer_file.exists():
+        write_whole(run_dir.tokenizer_file, record.tokenizer)
 
 
 def _plans(train: EncodedText, config: TrainConfig) -> tuple[tuple[Bucket, ...], Callable[[int], Plan]]:

@@ -124,7 +124,8 @@ class RunDir:
 
     def set_metrics(self, text: str) -> None:
         """metrics.jsonl as it was when the run stood where it continues: lines written since are written again."""
-        if text != self.metrics():
+        # Compared as bytes: what a kill has left may be no text.
+        if not self.metrics_file.exists() or self.metrics_file.read_bytes() != text.encode():
             write_whole(self.metrics_file, text)
 
     def write_start(self, facts: Mapping[str, Any]) -> None:

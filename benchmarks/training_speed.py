@@ -1,0 +1,228 @@
+"""How fast training is: the loop against the torch reference, the step against the machine, dropout and the loop's cost.
+
+    python benchmarks/training_speed.py --data FOLDER [--preset multi30k-de-en] [--steps 20] [--rounds 3] [--json FILE]
+
+FOLDER holds the files of the preset's corpus. Everything is measured in one process, in turns, so that whatever else
+the machine does strikes all alike; figures are medians over the rounds of the time for the same batches.
+
+- loop: `Trainer.take_steps`, with making batches, reading metrics, writing metrics.jsonl. No evaluation, no save.
+- bare: the compiled step on the same batches, made beforehand.
+- bare without dropout: the same with a rate of 0.
+- torch: the torch reference's training step, library attention, the same model, fed by a plain loader: sentences in
+  random order, as many a step as the loop has on average, padded to the longest of the batch.
+- product: a large float32 matrix product through jax.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+import torch
+from rich.console import Console
+
+from torch_reference import Transformer as TorchTransformer
+from torch_reference import training as reference
+from train.checkpoint import Checkpoints
+from train.compilation import keep_programs
+from train.config import ParallelConfig, ReportConfig, TrainConfig
+from train.flops import matmul_flops, measured_matmul_rate
+from train.loop import Trainer
+from train.parallel import Devices
+from train.prepare import prepare
+from train.presets import PRESETS
+from train.run_dir import RunDir
+from train.signals import StopRequest
+from transformer_config import BOS_ID, PAD_ID
+
+
+def trainer_of(config: TrainConfig, folder: Path) -> Trainer:
+    """Ready, and compiled."""
+    console = Console(quiet=True)
+    run_dir = RunDir(folder)
+    run_dir.write_config(config)
+    data = prepare(config, run_dir, console=console)
+    trainer = Trainer(
+        config.with_vocabulary(data.tokenizer.size),
+        data=data,
+        run_dir=run_dir,
+        checkpoints=Checkpoints(run_dir.checkpoints, keep=1),
+        console=console,
+        devices=Devices(config.parallel),
+        stop=StopRequest(),
+    )
+    trainer.compile()
+    return trainer
+
+
+class TorchLoop:
+    """The reference on the same text."""
+
+    def __init__(self, trainer: Trainer, *, sentences: int):
+        config = trainer.config
+        self.model = TorchTransformer(config.model.replace(attention="library"), generator=torch.Generator().manual_seed(0))
+        self.model.train()
+        optimizer = config.optimizer
+        self.options = reference.TrainingOptions(
+            noam_factor=optimizer.noam_factor,
+            warmup_steps=optimizer.warmup_steps,
+            label_smoothing=config.label_smoothing,
+            clip_norm=optimizer.clip_norm,
+        )
+        self.state = reference.initial_state(self.model, self.options)
+        self.text, self.sentences = trainer.data.train, sentences
+        self.order = np.random.default_rng(0).permutation(len(self.text))
+        self.at = 0
+
+    def batch(self) -> tuple[reference.Batch, int]:
+        """The next sentences, padded to the longest; and their real tokens."""
+        pairs = self.order[self.at : self.at + self.sentences]
+        self.at += self.sentences
+        src = [torch.from_numpy(self.text.src[i].astype(np.int64)) for i in pairs]
+        out = [torch.from_numpy(self.text.tgt[i].astype(np.int64)) for i in pairs]
+        given = [torch.cat([torch.tensor([BOS_ID]), row[:-1]]) for row in out]
+        padded = (torch.nn.utils.rnn.pad_sequence(rows, True, PAD_ID) for rows in (src, given, out))
+        return reference.Batch(*padded), sum(map(len, src)) + sum(map(len, out))
+
+    def steps(self, number: int) -> int:
+        """Takes so many; their real tokens."""
+        tokens = 0
+        for _ in range(number):
+            batch, real = self.batch()
+            reference.train_step(self.state, [batch], self.options)
+            tokens += real
+        return tokens
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Seconds."""
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def bare(trainer: Trainer, step: Callable[..., object], numbers: range) -> Callable[[], None]:
+    """Runs the compiled step on batches that are made now."""
+    batches = [trainer.made(number).arrays for number in numbers]
+    state = trainer.devices.place_state(jax.tree.map(np.array, trainer.state))
+
+    def run() -> None:
+        now = state
+        for arrays in batches:
+            now, metrics = step(now, arrays)
+        jax.block_until_ready((now, metrics))
+
+    return run
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--preset", default="multi30k-de-en")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    cache = Path(tempfile.gettempdir()) / "twinformer-cache"
+    keep_programs(cache / "xla")
+    preset = PRESETS[arguments.preset]()
+    config = preset.replace(
+        corpus=dataclasses.replace(preset.corpus, path=arguments.data, cache=cache),
+        parallel=ParallelConfig(num_devices=1),
+        report=ReportConfig(log_every_steps=20),
+        checkpoint=dataclasses.replace(preset.checkpoint, every_steps=10**9),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(trainer_of(config, Path(folder)), arguments)
+    print(json.dumps(figures, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def measure(trainer: Trainer, arguments: argparse.Namespace) -> dict[str, object]:
+    """All figures."""
+    model = trainer.config.model
+    still = trainer.config.replace(model=model.replace(dropout=0.0, attention_dropout=0.0, activation_dropout=0.0))
+    without = trainer.devices.compile_train_step(still)
+    for shape in trainer.data.shapes:
+        without.prepare(trainer.state, trainer.devices.batch_shapes(shape, packed=trainer.data.packed))
+    plan = trainer.data.epoch(0)
+    sentences = round(len(trainer.data.train) / len(plan))
+    other = None if arguments.no_torch else TorchLoop(trainer, sentences=sentences)
+    if other is not None:
+        other.steps(2)
+    progress = trainer.progress()
+    seconds: dict[str, list[float]] = {name: [] for name in ("loop", "bare", "without", "torch", "peak", "flops")}
+    tokens: dict[str, list[int]] = {"loop": [], "torch": []}
+    for _ in range(arguments.rounds):
+        numbers = range(trainer.step, trainer.step + arguments.steps)
+        made = [trainer.made(number) for number in numbers]
+        run_bare, run_without = bare(trainer, trainer.train_step, numbers), bare(trainer, without, numbers)
+        tokens["loop"].append(sum(one.tokens for one in made))
+        seconds["flops"].append(float(sum(one.flops for one in made)))
+        seconds["peak"].append(measured_matmul_rate(1.0))
+        seconds["bare"].append(timed(run_bare))
+        seconds["without"].append(timed(run_without))
+        seconds["loop"].append(timed(lambda: trainer.take_steps(numbers.stop, progress)))
+        if other is not None:
+            started = time.perf_counter()
+            tokens["torch"].append(other.steps(arguments.steps))
+            seconds["torch"].append(time.perf_counter() - started)
+    return report(trainer, seconds, tokens, arguments, sentences)
+
+
+def report(
+    trainer: Trainer,
+    seconds: dict[str, list[float]],
+    tokens: dict[str, list[int]],
+    arguments: argparse.Namespace,
+    sentences: int,
+) -> dict[str, object]:
+    """Medians over the rounds of figures and ratios."""
+
+    def median(values: list[float]) -> float:
+        return round(statistics.median(values), 4)
+
+    def ratios(first: list[float], second: list[float]) -> list[float]:
+        return [a / b for a, b in zip(first, second, strict=True)]
+
+    loop = ratios(tokens["loop"], seconds["loop"])  # type: ignore[arg-type]
+    figures: dict[str, object] = {
+        "command": f"benchmarks/training_speed.py --preset {arguments.preset} --steps {arguments.steps} --rounds {arguments.rounds}",
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "torch": torch.__version__,
+        "device": str(trainer.devices),
+        "padding efficiency": round(trainer.data.epoch(0).padding_efficiency, 4),
+        "sentences a step": sentences,
+        "seconds a bare step": median([value / arguments.steps for value in seconds["bare"]]),
+        "loop, real tokens/s": median(loop),
+        "product, GFLOP/s": median([value / 1e9 for value in seconds["peak"]]),
+        "bare step, share of the product's rate": median(
+            [flops / bare / peak for flops, bare, peak in zip(seconds["flops"], seconds["bare"], seconds["peak"], strict=True)]
+        ),
+        "dropout, cost as a share of a step": median([1 - value for value in ratios(seconds["without"], seconds["bare"])]),
+        "loop, overhead over the bare step": median([value - 1 for value in ratios(seconds["loop"], seconds["bare"])]),
+    }
+    if seconds["torch"]:
+        theirs = ratios(tokens["torch"], seconds["torch"])  # type: ignore[arg-type]
+        figures["torch, real tokens/s"] = median(theirs)
+        figures["loop over torch"] = median(ratios(loop, theirs))
+    return figures
+
+
+if __name__ == "__main__":
+    main()
