@@ -1,4 +1,4 @@
-"""How fast training is: the loop against the torch reference, the step against the machine, dropout and the loop's cost.
+"""How fast training is: the loop against the torch reference, the step against the machine, the cost of dropout.
 
     python benchmarks/training_speed.py --data FOLDER [--preset multi30k-de-en] [--steps 20] [--rounds 3] [--json FILE]
 
@@ -22,28 +22,33 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax
-import numpy as np
-import torch
-from rich.console import Console
+from train.host_memory import keep_freed_memory
 
-from torch_reference import Transformer as TorchTransformer
-from torch_reference import training as reference
-from train.checkpoint import Checkpoints
-from train.compilation import keep_programs
-from train.config import ParallelConfig, ReportConfig, TrainConfig
-from train.flops import matmul_flops, measured_matmul_rate
-from train.loop import Trainer
-from train.parallel import Devices
-from train.prepare import prepare
-from train.presets import PRESETS
-from train.run_dir import RunDir
-from train.signals import StopRequest
-from transformer_config import BOS_ID, PAD_ID
+keep_freed_memory()  # as `python -m train` does; it serves torch as well
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+from torch_reference import Transformer as TorchTransformer  # noqa: E402
+from torch_reference import training as reference  # noqa: E402
+from train.checkpoint import Checkpoints  # noqa: E402
+from train.compilation import keep_programs  # noqa: E402
+from train.config import ParallelConfig, ReportConfig, TrainConfig  # noqa: E402
+from train.flops import measured_matmul_rate  # noqa: E402
+from train.loop import Trainer  # noqa: E402
+from train.parallel import Devices  # noqa: E402
+from train.prepare import prepare  # noqa: E402
+from train.presets import PRESETS  # noqa: E402
+from train.run_dir import RunDir  # noqa: E402
+from train.signals import StopRequest  # noqa: E402
+from transformer_config import BOS_ID, PAD_ID  # noqa: E402
 
 
 def trainer_of(config: TrainConfig, folder: Path) -> Trainer:
@@ -70,7 +75,8 @@ class TorchLoop:
 
     def __init__(self, trainer: Trainer, *, sentences: int):
         config = trainer.config
-        self.model = TorchTransformer(config.model.replace(attention="library"), generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        self.model = TorchTransformer(config.model.replace(attention="library"), generator=generator)
         self.model.train()
         optimizer = config.optimizer
         self.options = reference.TrainingOptions(
@@ -176,7 +182,7 @@ def measure(trainer: Trainer, arguments: argparse.Namespace) -> dict[str, object
         seconds["peak"].append(measured_matmul_rate(1.0))
         seconds["bare"].append(timed(run_bare))
         seconds["without"].append(timed(run_without))
-        seconds["loop"].append(timed(lambda: trainer.take_steps(numbers.stop, progress)))
+        seconds["loop"].append(timed(partial(trainer.take_steps, numbers.stop, progress)))
         if other is not None:
             started = time.perf_counter()
             tokens["torch"].append(other.steps(arguments.steps))
@@ -201,7 +207,7 @@ def report(
 
     loop = ratios(tokens["loop"], seconds["loop"])  # type: ignore[arg-type]
     figures: dict[str, object] = {
-        "command": f"benchmarks/training_speed.py --preset {arguments.preset} --steps {arguments.steps} --rounds {arguments.rounds}",
+        "command": f"--preset {arguments.preset} --steps {arguments.steps} --rounds {arguments.rounds}",
         "python": platform.python_version(),
         "jax": jax.__version__,
         "torch": torch.__version__,
@@ -212,9 +218,9 @@ def report(
         "loop, real tokens/s": median(loop),
         "product, GFLOP/s": median([value / 1e9 for value in seconds["peak"]]),
         "bare step, share of the product's rate": median(
-            [flops / bare / peak for flops, bare, peak in zip(seconds["flops"], seconds["bare"], seconds["peak"], strict=True)]
+            ratios(ratios(seconds["flops"], seconds["bare"]), seconds["peak"])
         ),
-        "dropout, cost as a share of a step": median([1 - value for value in ratios(seconds["without"], seconds["bare"])]),
+        "dropout, share of a step": median([1 - value for value in ratios(seconds["without"], seconds["bare"])]),
         "loop, overhead over the bare step": median([value - 1 for value in ratios(seconds["loop"], seconds["bare"])]),
     }
     if seconds["torch"]:

@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float64, Int
 
-from flax_transformer.primitives import wide
+from flax_transformer.primitives import by_rows, wide
 from transformer_config import TransformerConfig
 
 
@@ -26,7 +26,7 @@ class Embedding(nnx.Module):
 
     def logits(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
         """x Eᵀ: the table as an output projection, without the scale (paper 3.4)."""
-        return jnp.einsum("bld,vd->blv", x, self.weight[...].astype(self.dtype))
+        return by_rows(x, self.weight[...].astype(self.dtype), (((x.ndim - 1,), (1,)), ((), ())))
 
 
 class Positions(nnx.Module):

@@ -1,5 +1,7 @@
 """Linear and layer norm with the compute dtype apart from the parameters' dtype."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -23,8 +25,22 @@ def linear(config: TransformerConfig, in_features: int, out_features: int, *, rn
         param_dtype=jnp.dtype(config.param_dtype),
         kernel_init=nnx.initializers.xavier_uniform(),
         bias_init=nnx.initializers.zeros_init(),
+        dot_general=by_rows,
         rngs=rngs,
     )
+
+
+def by_rows(x: Float[Array, "..."], weights: Float[Array, "..."], dimensions: Any, **options: Any) -> Float[Array, "..."]:
+    """`jax.lax.dot_general` of vectors with a matrix, all vectors of `x` stacked up as rows.
+
+    With two or more axes of rows, XLA's gradient of the matrix first makes a transposed copy of what comes in, which on
+    a CPU takes as long as the product (measured: 190 ms instead of 115 for 2,496 rows of logits).
+    """
+    (contracted, _), _ = dimensions
+    if contracted != (x.ndim - 1,):
+        raise ValueError(f"expected a product over the last axis of {x.shape}, got one over {contracted}")
+    rows = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), weights, (((1,), dimensions[0][1]), dimensions[1]), **options)
+    return rows.reshape(*x.shape[:-1], rows.shape[-1])
 
 
 class LayerNorm(nnx.Module):

@@ -28,6 +28,7 @@ from parity.rungs.adversarial import cases, probe_inputs
 from parity.runs import Runs
 from parity.tolerances import FLOAT64_RELATIVE
 from parity.trace import LOSS, Trace, method_of, module_of
+from parity.training_modes import TITLE as TRAINING
 
 VANISHES = 1e-3
 """A difference whose share of this reaches the model's output, or less, has vanished on the way."""
@@ -179,6 +180,10 @@ def _in_training(runs: Runs, failed: Rung) -> Found | None:
 def _in_mode(runs: Runs, failed: Rung) -> Found | None:
     """The port's own module that the mode changes."""
     section = next((section for section in failed.outcome.sections if section.failures), None)
+    if section is not None and section.title.startswith(TRAINING):
+        first = section.failures[0]
+        explanation = f"{section.title}, against its own step on one device: {first.tensor}, {first.detail}"
+        return Found(location=Location(module="training step", error=first.error, explanation=explanation))
     found = None if section is None else first_in_mode(runs, section)
     if section is None or found is None:
         return None

@@ -42,6 +42,12 @@ class Training:
     """(state, inputs, dropout masks by site) -> (state, loss). Whatever is to be compiled compiles itself."""
     parameters: Callable[[Any], Mapping[str, Any]]
     """(state) -> the trained parameters by the side's own names."""
+    modes: Callable[[], Mapping[str, "Training"]] | None = None
+    """() -> the same training as it is run besides, by name: over several devices, in micro-batches, ... Of the port
+    alone. Each must compute what `step` does; a step of theirs may draw its own dropout and ignore the masks."""
+    drawn: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    """(state, inputs) -> what `step` is to be given as masks, to drop what a step of `modes` drops by itself in that
+    state. None: both are given the same masks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

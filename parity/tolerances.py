@@ -204,6 +204,21 @@ TRAJECTORY_ZERO_RULE = (
 MOVES_RULE = "a step whose learning rate and gradient are not zero changes the parameters"
 
 
+MODES_RULE = (
+    f"as two trainings: relative difference of losses at most {TRAJECTORY_LOSS:.0e}; of parameters, root mean square, "
+    f"{TRAJECTORY_PARAMETERS:.0e} of the way gone so far, their largest {TRAJECTORY_ELEMENT:.0e} of it, beside one "
+    "rounding of the parameter a step"
+)
+"""Of a training step in another mode. Devices and micro-batches change the order of sums and nothing else, which is
+less than what two frameworks differ by; so the bounds of the trajectory hold, per unit of the largest changes. A mean of
+means, a mask of another row or a gradient counted twice is a million times larger."""
+
+TRAINER_LOSS = 1e-9
+"""Difference of the losses, in nats a token, of two float64 trainings of some fifty steps on real text, our trainer's
+and the reference's. A hundred float64 steps drift apart by 5e-11 to 1.5e-10 in parameters, mostly biases, and a loss of
+2 to 10 nats by no more than them; a wrong eps, mask or row is at least 1e-6 within a few steps."""
+TRAINER_RULE = f"difference of the losses of two float64 trainings: at most {TRAINER_LOSS:.0e}"
+
 PRODUCT_RELATIVE = 2e-6
 """Norm-wise relative error of a product of 64 x 64 matrices of random float32 numbers. Measured: full float32 1.4e-7;
 three passes of bfloat16 4.4e-6, TF32 (11 bits) 2.9e-4, bfloat16 (8 bits) 2.3e-3, these three by rounding entries."""

@@ -111,7 +111,7 @@ class Trajectory:
     @property
     def loss_errors(self) -> list[float]:
         """Relative difference of the losses."""
-        return [_relative(ours, theirs) for theirs, ours in self.losses]
+        return [relative(ours, theirs) for theirs, ours in self.losses]
 
 
 def train_both(runs: Runs, *, num_steps: int) -> Trajectory:
@@ -131,7 +131,7 @@ def train_both(runs: Runs, *, num_steps: int) -> Trajectory:
         inputs = training.batch_of(runs, step)
         masks = runs.draw_masks("reference", runs.seed + step, inputs=inputs)
         if step == 1:
-            found.zero, found.together = _first_gradients(runs, inputs, masks)
+            found.zero, found.together = first_gradients(runs, inputs, masks)
         found.losses.append((reference.step(inputs, masks), _step(runs, port, inputs, masks)))
         found.rates.append(_rate(runs, reference, step))
         after, after_there = reference.parameters(), port.parameters()
@@ -142,7 +142,7 @@ def train_both(runs: Runs, *, num_steps: int) -> Trajectory:
             digests[side] = new
         largest = 0.0
         for name, array in after.items():
-            largest = max(largest, _distances(array, before[name])[1])
+            largest = max(largest, apart(array, before[name])[1])
             np.copyto(before[name], array)
         found.largest_changes.append(largest)
         del after, after_there  # they may be views of what the next step changes
@@ -189,10 +189,10 @@ def _beside_itself(runs: Runs, names: Trained, there: Trainer, *, num_steps: int
     for step in range(1, num_steps + 1):
         inputs = training.batch_of(runs, step)
         masks = runs.draw_masks("reference", runs.seed + step, inputs=inputs)
-        found[LOSS].append(_relative(there.step(inputs, masks), here.step(inputs, masks)))
+        found[LOSS].append(relative(there.step(inputs, masks), here.step(inputs, masks)))
         others = there.parameters()
-        apart = {name: array - others[name] for name, array in here.parameters().items()}
-        for name, difference in names.in_port_layout(apart, kind="value").items():
+        differences = {name: array - others[name] for name, array in here.parameters().items()}
+        for name, difference in names.in_port_layout(differences, kind="value").items():
             found.setdefault(name, []).append(_mean(difference))
             found.setdefault(name + ELEMENT, []).append(float(np.abs(difference).max(initial=0.0)))
     return found
@@ -334,7 +334,7 @@ def _rate(runs: Runs, reference: Any, step: int) -> float:
     return float("nan") if schedule is None else own
 
 
-def _first_gradients(runs: Runs, inputs: Inputs, masks: Masks) -> tuple[frozenset[str], float]:
+def first_gradients(runs: Runs, inputs: Inputs, masks: Masks) -> tuple[frozenset[str], float]:
     """Of the first step in training mode: the port's parameters whose gradient is rounding noise; the norm of all."""
     trace = runs.run_reference(inputs, "float64", training=True, masks=masks or None)
     gradients = runs.gradients_in_port_layout(trace)
@@ -346,7 +346,7 @@ def _measure(found: Trajectory, names: Trained, theirs: Tensors, ours: Tensors) 
     """Distances of every parameter; a few at a time are brought into the port's layout."""
     for step in names.steps:
         for name, expected in step.apply({name: theirs[name] for name in step.sources}).items():
-            mean, largest = _distances(ours[name], expected) if name in ours else (float("inf"), float("inf"))
+            mean, largest = apart(ours[name], expected) if name in ours else (float("inf"), float("inf"))
             found.distances.setdefault(name, []).append(mean)
             found.elements.setdefault(name, []).append(largest)
             found.sizes[name] = max(found.sizes.get(name, 0.0), float(np.abs(expected).max(initial=0.0)))
@@ -356,7 +356,7 @@ def _measure(found: Trajectory, names: Trained, theirs: Tensors, ours: Tensors) 
         found.sizes[name] = 0.0
 
 
-def _distances(got: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+def apart(got: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     """Root mean square and largest difference; infinite for other shapes, and where one is not finite."""
     if got.shape != expected.shape:
         return float("inf"), float("inf")
@@ -369,7 +369,7 @@ def _mean(difference: np.ndarray) -> float:
     return norm(difference) / max(1, difference.size) ** 0.5
 
 
-def _relative(found: float, expected: float) -> float:
+def relative(found: float, expected: float) -> float:
     """Of two numbers; infinite where one is not finite."""
     difference = abs(found - expected)
     if difference == 0.0:

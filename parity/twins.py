@@ -1,8 +1,8 @@
-"""Our own two models as a Pair: the only file of `parity` that knows them, or the trainer.
-
-Deleting it leaves a working tool.
+"""Our own two models as a Pair. This file and its neighbours `twins_*.py` are all of `parity` that knows them, or the
+trainer: deleting them leaves a working tool.
 """
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +23,7 @@ from flax_transformer.parameters import (
     parameters,
     with_parameters,
 )
+from parity import twins_training
 from parity.compilation import jit
 from parity.pair import Inputs, Pair, Precision, Side, Training
 from parity.twins_sites import RecordedSites, Sites
@@ -33,7 +34,7 @@ from train.corpus import ParallelText, load_corpus
 from train.loss import label_smoothed_cross_entropy
 from train.schedule import noam_schedule
 from train.sentences import encode_text
-from train.state import TrainState, make_adam, make_clipping, make_optimizer
+from train.state import TrainState, dropout_key, make_adam, make_clipping, make_optimizer
 from train.step import Arrays, make_update
 from train.translate import TrainedRun, load_run
 from transformer_config import TransformerConfig
@@ -119,10 +120,17 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
             jnp.zeros((), jnp.int32), params, make_optimizer(optimizer, d_model=config.d_model).init(params)
         )
 
-    def step(state: TrainState, inputs: Mapping[str, Any], masks: Mapping[str, Any]) -> tuple[TrainState, Any]:
+    def step(state: TrainState, inputs: Mapping[str, Any], masks: Any) -> tuple[TrainState, Any]:
         batch = Arrays.whole(inputs["src"], inputs["tgt_in"], inputs["tgt_out"])
-        state, metrics = update()(state, batch, flax_transformer.DropoutMasks(masks))
+        dropout = flax_transformer.DropoutMasks(masks) if isinstance(masks, Mapping) else masks
+        state, metrics = update()(state, batch, dropout)
         return state, metrics.loss
+
+    def drawn(state: TrainState, inputs: Mapping[str, Any]) -> Any:
+        """The masks of the key that the trainer's step makes of seed and step; of attention in blocks, which draws
+        tiles, that key itself."""
+        key = jax.random.fold_in(dropout_key(twins_training.SEED), state.step)
+        return flax_transformer.DropoutKey(key) if config.attention == "blockwise" else draw(key, dict(inputs))
 
     return Side(
         build=lambda precision: nnx.merge(*parts(precision)),
@@ -137,7 +145,15 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
         clip=lambda gradients: clipping.update(gradients, clipping.init(gradients))[0],
         optimizer=make_adam(optimizer, 1.0),
         schedule=lambda step: noam(step - 1),
-        training=Training(start=start, step=step, parameters=lambda state: state.params),
+        training=Training(
+            start=start,
+            step=step,
+            parameters=lambda state: state.params,
+            modes=lambda: twins_training.modes(
+                in_precision(config, "float64"), optimizer, smoothing=smoothing, start=start
+            ),
+            drawn=drawn,
+        ),
         decode=lambda module, inputs: jax_greedy(module, inputs["src"], max_len=decoded_len(config)),
     )
 
@@ -185,6 +201,9 @@ def preset_pair(config: TransformerConfig, *, seed: int = 0, name: str = "twins"
 def checkpoint_pair(run: Path, *, pairs: int = 24) -> Pair:
     """The trained weights of a run, and batches of its own validation text.
 
+    What the reference, which is the paper's, does not have, the check leaves out and the pair's name says so: of a run
+    with another optimizer or schedule, Adam and Noam take the training steps.
+
     Raises FileNotFoundError or ValueError that names what is missing from the run.
     """
     trained = load_run(run)
@@ -197,12 +216,16 @@ def checkpoint_pair(run: Path, *, pairs: int = 24) -> Pair:
     # To float32 every narrower dtype goes exactly; a float64 weight is rounded, for both sides alike.
     params = {name: np.asarray(array).astype(np.float32) for name, array in trained.params.items()}
     weights = twin_mapping(tied=config.tie_embeddings == "all").inverse().apply(params)
+    optimizer = trained.config.optimizer
+    if (optimizer.name, optimizer.schedule) != ("adam", "noam"):
+        name = f"{name}, trained on by Adam and Noam in the place of {optimizer.name} and {optimizer.schedule}"
+        optimizer = dataclasses.replace(OPTIMIZER, clip_norm=optimizer.clip_norm)
     return twin_pair(
         config,
         weights=weights,
         batches=_real_batches(trained, pairs=pairs),
         name=name,
-        optimizer=trained.config.optimizer,
+        optimizer=optimizer,
         smoothing=trained.config.label_smoothing,
     )
 

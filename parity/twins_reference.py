@@ -1,6 +1,5 @@
 """The torch reference's side of our own pair; imported only where torch is installed."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from transformer_config import TransformerConfig
 
 def side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float) -> Side:
     """What the torch reference brings to a pair."""
-    options = reference_training.TrainingOptions(**dataclasses.asdict(optimizer), label_smoothing=smoothing)
+    options = _training_options(optimizer, smoothing=smoothing)
     noam: dict[str, Any] = {
         "d_model": config.d_model,
         "warmup_steps": optimizer.warmup_steps,
@@ -92,3 +91,21 @@ def _reference_sites(config: TransformerConfig, shapes: tuple[tuple[int, ...], .
     module = torch_reference.Transformer(config, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         module(*(torch.full(shape, config.eos_id, dtype=torch.int32) for shape in shapes), dropout=recorder)
+
+
+def _training_options(optimizer: OptimizerConfig, *, smoothing: float) -> reference_training.TrainingOptions:
+    """Raises ValueError for an optimizer or schedule that the reference, which is the paper's, does not have."""
+    if optimizer.name != "adam" or optimizer.schedule != "noam":
+        raise ValueError(
+            "expected optimizer.name='adam' and optimizer.schedule='noam', which the torch reference has, got "
+            f"{optimizer.name!r} and {optimizer.schedule!r}"
+        )
+    return reference_training.TrainingOptions(
+        b1=optimizer.b1,
+        b2=optimizer.b2,
+        eps=optimizer.eps,
+        noam_factor=optimizer.noam_factor,
+        warmup_steps=optimizer.warmup_steps,
+        clip_norm=optimizer.clip_norm,
+        label_smoothing=smoothing,
+    )

@@ -5,6 +5,7 @@ import sys
 
 DEVICES = "xla_force_host_platform_device_count"
 QUICKLY = {
+    "xla_backend_optimization_level": (0, 3),
     "xla_cpu_use_fusion_emitters": (False, True),
     "xla_cpu_parallel_codegen_split_count": (1, 32),
 }

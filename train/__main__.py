@@ -31,6 +31,10 @@ else:
 
 def run(config: Annotated[Preset, tyro.conf.arg(name="")]) -> int:
     """Train, or continue, a run: a preset and any of its fields, such as `demo --epochs 3`."""
+    from train.host_memory import keep_freed_memory
+
+    keep_freed_memory()  # before jax begins its threads
+
     from rich.console import Console
 
     from train.compilation import keep_programs
@@ -97,8 +101,8 @@ def plot(runs: tyro.conf.Positional[tuple[Path, ...]], /, *, output: Path | None
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line and runs the command."""
-    # Orbax tells of every save that takes a second; what fails, it raises.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax tells of every save that takes a second; what fails, it raises, after pages about each of its threads.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         return tyro.extras.subcommand_cli_from_dict(
             {"run": run, "translate": translate, "average": average, "plot": plot},

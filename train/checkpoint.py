@@ -42,8 +42,9 @@ class RunRecord:
 class Checkpoints:
     """The checkpoints of a run, `<folder>/<step>/{params,opt_state,ema,run}`; only committed ones are seen.
 
-    Opening them raises ValueError that names the folder if it cannot be told what is in it. Each `params` is an Orbax checkpoint of its own, a flat dictionary from dotted names to arrays. The newest `keep`
-    are kept, and the best by `metric`.
+    Each `params` is an Orbax checkpoint of its own, a flat dictionary from dotted names to arrays. The newest `keep`
+    are kept, and the best by `metric`. To open them raises ValueError that names the folder if one of them cannot be
+    read at all.
     """
 
     def __init__(self, folder: Path, *, keep: int, metric: Literal["loss", "bleu"] = "loss", read_only: bool = False):

@@ -16,6 +16,7 @@ from train.batching import BatchPlan, decode_batches, decoding_lengths
 from train.compilation import Compiled
 from train.config import TrainConfig
 from train.parallel import Devices
+from train.step import EvaluationStep
 from train.tokenizer import Tokenizer
 from transformer_config import EOS_ID
 
@@ -71,7 +72,7 @@ class Translations:
 
 
 def held_out_loss(
-    evaluation_step: Compiled[..., Any],
+    evaluation_step: EvaluationStep,
     params: dict[str, Array],
     plan: BatchPlan,
     *,

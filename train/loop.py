@@ -154,12 +154,8 @@ class Trainer:
         if self.step >= self.last_step:
             return metrics
         scheduled = {"validation": self._evaluation_is_scheduled(), "validation_scores": self._bleu_is_scheduled()}
-
-        def stays(line: str) -> bool:
-            record = json.loads(line)
-            return record["step"] != self.step or scheduled.get(record["kind"], True)
-
-        return "".join(line for line in metrics.splitlines(keepends=True) if stays(line))
+        records = ((line, json.loads(line)) for line in metrics.splitlines(keepends=True))
+        return "".join(line for line, it in records if it["step"] != self.step or scheduled.get(it["kind"], True))
 
     def _set_metrics(self, text: str) -> None:
         if is_main_process():

@@ -1,8 +1,11 @@
-"""Rung 16: the port against itself: not watched, eager, on several devices under jit and under pmap.
+"""Rung 16: the port against itself: not watched, eager, on several devices under jit and under pmap; its training too.
 
 The other rungs run the port jitted, on one device, with every module watched. Watching changes what the compiler fuses
 (P24), devices change the order of sums, and a loss averaged per device is another loss (P7): so what users run is
 compared with what was proven equal. Needs no reference but its float64 answer.
+
+A side that brings its own training step may bring it as it is run besides (`Training.modes`): steps in each mode are
+compared with steps of the one that the trajectory has compared with the reference's.
 """
 
 import math
@@ -12,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from parity import training_modes
 from parity.compare import relative_error
 from parity.compilation import jit, pmap
 from parity.pair import Inputs
@@ -48,7 +52,8 @@ def climb(runs: Runs) -> Outcome:
         sections.insert(0, judged("untapped", modes.untapped(inputs)))
     if all(s.passed for s in sections):
         sections.append(_untapped_float32(runs, inputs, expected))
-    return Outcome(sections=tuple(sections), notes=tuple(modes.notes))
+    trained, notes = training_modes.climb(runs)
+    return Outcome(sections=(*sections, *trained), notes=(*modes.notes, *notes))
 
 
 def _untapped_float32(runs: Runs, inputs: Inputs, expected: Values) -> Section:

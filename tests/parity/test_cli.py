@@ -16,6 +16,7 @@ from train.config import (
     BatchConfig,
     CorpusConfig,
     EvaluationConfig,
+    ParallelConfig,
     TokenizerConfig,
     TrainConfig,
 )
@@ -224,11 +225,12 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{split}.en").write_text("".join(" ".join(line[::-1]) + "\n" for line in words), encoding="utf-8")
     config = TrainConfig(
         run_dir=folder / "run",
-        corpus=CorpusConfig(kind="files", path=folder),
+        corpus=CorpusConfig(kind="files", path=folder, cache=folder / "cache"),
         tokenizer=TokenizerConfig(vocab_size=280),
         model=TransformerConfig.tiny(tie_embeddings="all", tgt_vocab_size=71, num_decoder_layers=1, dropout=0.1),
         batch=BatchConfig(max_tokens=200, num_buckets=2, max_len=40),
         evaluation=EvaluationConfig(batch_size=8, max_decode_len=12),
+        parallel=ParallelConfig(num_devices=1),
         epochs=1,
     )
     train(config, console=Console(quiet=True))

@@ -4,7 +4,10 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +101,26 @@ def saved(config: TrainConfig, step: int | None = None) -> tuple:
         return step, checkpoints.record(step).evaluated_step, bits(checkpoints.restore(config, step))
     finally:
         checkpoints.close()
+
+
+COMMAND = """
+import json, sys, time
+from train import presets
+from train.config import TrainConfig
+
+config = TrainConfig.from_dict(json.loads(sys.argv[1]))
+presets.PRESETS["tiny"] = lambda: config
+from train.__main__ import main
+{before}
+sys.exit(main(["run", "tiny"]))
+"""
+
+
+def start(config: TrainConfig, log: Path, *, before: str = "") -> subprocess.Popen[bytes]:
+    """`python -m train run` with a preset that is `config`, after some Python; what it prints goes into `log`."""
+    with log.open("wb") as file:
+        command = [sys.executable, "-c", COMMAND.format(before=before), json.dumps(config.to_dict())]
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "NO_COLOR": "1"})
 
 
 def listing(folder: Path) -> dict[str, str]:

@@ -188,7 +188,7 @@ def refused(folder: Path, run: TrainConfig, message: str) -> None:
     opened = Checkpoints(folder, keep=2)
     try:
         assert opened.latest_step() == 6
-        with pytest.raises(ValueError, match=message) as error:
+        with pytest.raises(ValueError, match=message) as error:  # noqa: PT012
             opened.record(6)
             opened.restore(run, 6)
         assert str(folder / "6") in str(error.value)

@@ -1,5 +1,7 @@
 """T6, T8: programs are compiled before the first step, counted, and kept between processes."""
 
+import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import monitoring
+from rich.console import Console
 
 from tests.train.conftest import Ended
 from tests.train.test_cli import python
@@ -50,18 +53,14 @@ def test_all_is_compiled_before_the_first_step(
     tiny_run: Any, tmp_path: Path, whole: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With programs of its own: several shapes, evaluations in between, and not one more from the first step on."""
-    import io
-
-    from rich.console import Console
-
     first_step: list[int] = []
     compiled: list[str] = []
     counts: dict[str, tuple[int, int]] = {}
     take, train = Trainer._take, Trainer.train
 
     def listener(event: str, duration: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration" and first_step and "after" not in counts:
-            compiled.append(event)
+        if event == "/jax/core/compile/backend_compile_duration" and "after" not in counts:
+            compiled.append("stepping" if first_step else "before")
 
     def counted(self: Trainer) -> tuple[int, int]:
         return self.train_step.compilations, self.evaluation_step.compilations
@@ -78,8 +77,7 @@ def test_all_is_compiled_before_the_first_step(
 
     monkeypatch.setattr(Trainer, "_take", take_and_see)
     monkeypatch.setattr(Trainer, "train", train_and_see)
-    batch = loop.TrainConfig.from_dict(whole.config.to_dict()).batch
-    config = tiny_run(tmp_path, batch=type(batch)(max_tokens=160, num_buckets=2, max_len=30), epochs=1)
+    config = tiny_run(tmp_path, batch=dataclasses.replace(whole.config.batch, num_buckets=2), epochs=1)
     console = Console(record=True, width=160, file=io.StringIO())
     monitoring.register_event_duration_secs_listener(listener)
     try:
@@ -94,7 +92,8 @@ def test_all_is_compiled_before_the_first_step(
     assert f"Compiled {train_steps + evaluation_steps} programs" in shown
     expected = f"training step {train_steps} of {train_steps}, evaluation step {evaluation_steps} of {evaluation_steps}"
     assert f"Compilations: {expected}." in shown
-    assert compiled == []
+    assert compiled.count("before") >= train_steps + evaluation_steps, "the test wants to hear of compilations"
+    assert "stepping" not in compiled
 
 
 def test_the_folder_of_programs_fills_and_is_used(tmp_path: Path) -> None:

@@ -9,13 +9,15 @@ import sacrebleu
 
 from flax_transformer.parameters import abstract_model, initial_parameters, with_parameters
 from train.batching import evaluation_batches, plan_buckets
-from train.config import BatchConfig
+from train.config import BatchConfig, ParallelConfig
 from train.corpus import load_corpus
 from train.evaluate import HeldOutLoss, Translator, held_out_loss, score
 from train.loss import LossSums
-from train.parallel import compile_evaluation_step
+from train.parallel import Devices
 from train.sentences import encode_text
 from train.tokenizer import Tokenizer
+
+DEVICES = Devices(ParallelConfig(num_devices=1))
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def setting(tiny_run, tmp_path_factory):
     corpus = load_corpus(config.corpus)
     tokenizer = Tokenizer.train([text for pair in corpus.train for text in pair], config.tokenizer)
     config = config.with_vocabulary(tokenizer.size)
-    return config, tokenizer, corpus, initial_parameters(config.model, jax.random.key(0))
+    return config, tokenizer, corpus, DEVICES.place_params(initial_parameters(config.model, jax.random.key(0)))
 
 
 def test_every_held_out_token_counts_once_too_long_ones_too(setting):
@@ -37,12 +39,18 @@ def test_every_held_out_token_counts_once_too_long_ones_too(setting):
     seen = []
 
     def count(_, arrays):
-        real = np.asarray(arrays.tgt_out) != 0
-        seen.extend(tuple(row[keep].tolist()) for row, keep in zip(np.asarray(arrays.tgt_out), real, strict=True))
+        (rows,) = np.asarray(arrays.tgt_out)
+        real = rows != 0
+        seen.extend(tuple(row[keep].tolist()) for row, keep in zip(rows, real, strict=True))
         return LossSums(jnp.float32(0), jnp.float32(2 * real.sum()), jnp.int32(real.sum()))
 
     loss = held_out_loss(
-        count, {}, evaluation_batches(held_out, buckets), target=corpus.validation.target, vocab_size=1000
+        count,
+        {},
+        evaluation_batches(held_out, buckets),
+        target=corpus.validation.target,
+        vocab_size=1000,
+        devices=DEVICES,
     )
     tokens = sum(map(len, held_out.tgt))
     assert sorted(row for row in seen if row) == sorted(tuple(row.tolist()) for row in held_out.tgt)
@@ -59,7 +67,12 @@ def test_loss_equals_sentence_by_sentence(setting):
         held_out, plan_buckets(held_out, config=BatchConfig(max_tokens=60, num_buckets=2, max_len=60))
     )
     loss = held_out_loss(
-        compile_evaluation_step(config.model), params, plan, target=corpus.validation.target, vocab_size=1000
+        DEVICES.compile_evaluation_step(config.model),
+        params,
+        plan,
+        target=corpus.validation.target,
+        vocab_size=1000,
+        devices=DEVICES,
     )
     run = jax.jit(lambda p, s, t: jax.nn.log_softmax(with_parameters(abstract_model(config.model), p)(s, t)))
     total = 0.0
@@ -95,7 +108,7 @@ def test_bleu_is_sacrebleus_on_text():
 
 def test_translations_keep_the_order_and_empty_lines(setting):
     config, tokenizer, _, params = setting
-    translator = Translator(config, tokenizer)
+    translator = Translator(config, tokenizer, DEVICES)
     lines = ["eins zwei", "", "neun", "   ", "drei vier fünf", "acht"]
     together = translator.translate(params, lines)
     assert len(together.lines) == len(lines)
@@ -121,7 +134,7 @@ def test_unfinished_translations_are_reported(setting):
     said = {}
     for sign in (1, -1):
         table = params[name].at[:, 0].set(0.0).at[2, 0].set(float(sign))
-        said[sign] = Translator(config, tokenizer).translate(
+        said[sign] = Translator(config, tokenizer, DEVICES).translate(
             {**params, name: table, bias: jnp.asarray(direction)}, lines
         )
     assert said[1].lines == ("", "", "")
@@ -136,4 +149,4 @@ def test_sources_beyond_a_learned_table_are_refused(setting):
     model = config.model.replace(positions="learned", max_len=8)
     limited = config.replace(batch=batch, evaluation=evaluation, model=model)
     with pytest.raises(ValueError, match="at most 8 pieces, got 1 longer ones"):
-        Translator(limited, tokenizer).translate({}, ["eins", "xyzxyzxyzxyz"])
+        Translator(limited, tokenizer, DEVICES).translate({}, ["eins", "xyzxyzxyzxyz"])

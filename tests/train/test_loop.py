@@ -365,7 +365,9 @@ def test_float16_continued_ends_bit_identical(tiny_run, tmp_path: Path, whole: E
     assert records[-1]["loss"] < records[0]["loss"]
 
 
-def test_a_float16_gradient_that_overflows_is_no_divergence(tiny_run, tmp_path: Path, whole: Ended, monkeypatch) -> None:
+def test_a_float16_gradient_that_overflows_is_no_divergence(
+    tiny_run, tmp_path: Path, whole: Ended, monkeypatch
+) -> None:
     model = whole.config.model.replace(dtype="float16")
     initial_state = loop.initial_state
 

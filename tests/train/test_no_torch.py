@@ -44,7 +44,8 @@ def test_a_run_and_a_translation_without_torch(corpus_dir, tmp_path):
     arguments = f"""run multi30k-de-en --run-dir {tmp_path} --corpus.path {corpus_dir} --corpus.test-split test
         --tokenizer.vocab-size 280 --model.d-model 12 --model.d-ff 20 --model.num-heads 2 --model.num-encoder-layers 1
         --model.num-decoder-layers 1 --batch.num-buckets 1 --evaluation.max-decode-len 8 --max-steps 2
-        --log-every-steps 1"""
+        --report.log-every-steps 1 --parallel.num-devices 1 --parallel.compile-cache {tmp_path}/programs
+        --corpus.cache {tmp_path}/cache"""
     done = python("-c", BLOCKED, *arguments.split())
     assert done.returncode == 0, done.stderr
     assert "Greedy translations of held-out text" in done.stdout

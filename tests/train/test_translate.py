@@ -4,11 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
+from tests.train.conftest import train
 from train.corpus import load_corpus
 from train.evaluate import Translator
-from train.loop import run
 from train.translate import load_run, translate_stream
 
 LINES = ["eins zwei", "", "neun acht sieben", "eins", "  ", "drei \u2028 vier", "sechs"]
@@ -18,7 +17,7 @@ LINES = ["eins zwei", "", "neun acht sieben", "eins", "  ", "drei \u2028 vier", 
 def run_dir(tiny_run, tmp_path_factory) -> Path:
     """A run of a few steps that has ended."""
     folder = tmp_path_factory.mktemp("run")
-    run(tiny_run(folder, max_steps=3), console=Console(file=io.StringIO()))
+    train(tiny_run(folder, max_steps=3))
     return folder
 
 
@@ -34,7 +33,7 @@ def translate(run_dir: Path, text: bytes, **options) -> list[str]:
 def test_lines_keep_their_order_and_number(run_dir, capsys):
     trained = load_run(run_dir)
     assert trained.step == 3
-    expected = Translator(trained.config, trained.tokenizer).translate(trained.params, LINES)
+    expected = Translator(trained.config, trained.tokenizer, trained.devices).translate(trained.params, LINES)
     lines = translate(run_dir, "\n".join(LINES).encode() + b"\n")
     assert lines == [line.replace("\n", " ") for line in expected.lines]
     assert lines[1] == lines[4] == ""

@@ -259,7 +259,7 @@ def test_the_twins_real_steps_are_compared_not_copies_of_them() -> None:
 
 def test_not_finite_is_not_equal() -> None:
     infinite = (float("inf"), float("inf"))
-    assert trajectory._distances(np.array([np.nan]), np.array([np.nan])) == infinite
-    assert trajectory._distances(np.ones(2), np.ones(3)) == infinite
-    assert trajectory._relative(float("nan"), float("nan")) == float("inf")
-    assert trajectory._relative(float("inf"), float("inf")) == float("inf")
+    assert trajectory.apart(np.array([np.nan]), np.array([np.nan])) == infinite
+    assert trajectory.apart(np.ones(2), np.ones(3)) == infinite
+    assert trajectory.relative(float("nan"), float("nan")) == float("inf")
+    assert trajectory.relative(float("inf"), float("inf")) == float("inf")
