@@ -42,12 +42,23 @@ class Training:
     """(state, inputs, dropout masks by site) -> (state, loss). Whatever is to be compiled compiles itself."""
     parameters: Callable[[Any], Mapping[str, Any]]
     """(state) -> the trained parameters by the side's own names."""
-    modes: Callable[[], Mapping[str, "Training"]] | None = None
-    """() -> the same training as it is run besides, by name: over several devices, in micro-batches, ... Of the port
-    alone. Each must compute what `step` does; a step of theirs may draw its own dropout and ignore the masks."""
+    modes: Callable[[], "TrainingModes"] | None = None
+    """The same training as it is run besides: over several devices, in micro-batches, ... Of the port alone."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingModes:
+    """Ways in which a training step is run, each of which must compute what `plain` does."""
+
+    plain: Training
+    """On one device: the training that the trajectory compares, or the same code in another setting."""
+    others: Mapping[str, Training]
+    """By name. Their steps may draw dropout themselves and ignore the masks they are given."""
     drawn: Callable[[Any, Mapping[str, Any]], Any] | None = None
-    """(state, inputs) -> what `step` is to be given as masks, to drop what a step of `modes` drops by itself in that
-    state. None: both are given the same masks."""
+    """(state, inputs) -> what `plain`'s step is to be given as masks, to drop what the others drop by themselves in
+    that state. None: all are given the same masks, as the port's dropout draws them."""
+    notes: tuple[str, ...] = ()
+    """What the reader should know: a way that this machine does not allow."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -210,8 +210,8 @@ MODES_RULE = (
     "rounding of the parameter a step"
 )
 """Of a training step in another mode. Devices and micro-batches change the order of sums and nothing else, which is
-less than what two frameworks differ by; so the bounds of the trajectory hold, per unit of the largest changes. A mean of
-means, a mask of another row or a gradient counted twice is a million times larger."""
+less than what two frameworks differ by; so the bounds of the trajectory hold, per unit of the largest changes. A mean
+of means, a mask of another row or a gradient counted twice is a million times larger."""
 
 TRAINER_LOSS = 1e-9
 """Difference of the losses, in nats a token, of two float64 trainings of some fifty steps on real text, our trainer's

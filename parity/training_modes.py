@@ -1,6 +1,6 @@
 """The port's own training step against itself: run over several devices, in micro-batches, or however else it is run.
 
-The trajectory has proven one way of running it equal to the reference's; each of `Training.modes` is held against that.
+The trajectory has proven one way of running it equal to the reference's; each of `TrainingModes` is held against that.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 from parity import training
 from parity.capture_flax import FlaxRunner
 from parity.compare import Comparison
-from parity.pair import Inputs, Training
+from parity.pair import Inputs, Training, TrainingModes
 from parity.rungs import NotComparedError, Section, section
 from parity.runs import Runs
 from parity.tolerances import MODES_RULE, TRAJECTORY_ELEMENT, TRAJECTORY_LOSS, trained_apart
@@ -38,8 +38,8 @@ class _Steps:
 
 def climb(runs: Runs) -> tuple[list[Section], list[str]]:
     """A section for each mode, and notes; nothing if the port's side brings no modes of a training step."""
-    plain = runs.pair.port.training
-    if plain is None or plain.modes is None:
+    own = runs.pair.port.training
+    if own is None or own.modes is None:
         return [], []
     runner = runs.port_runner("float64")
     large = sum(array.size for array in runs.port_weights.values()) > LARGE
@@ -48,15 +48,13 @@ def climb(runs: Runs) -> tuple[list[Section], list[str]]:
 
     def masks(number: int, state: Any, inputs: Inputs) -> Any:
         if len(given) < number:
-            given.append(_masks(runs, runner, plain, number, state, inputs))
+            given.append(_masks(runs, runner, modes, number, state, inputs))
         return given[number - 1]
 
     try:
         with runner.numerics():
-            modes = plain.modes()
-        if not modes:
-            return [], []
-        expected = _steps(runs, runner, plain, masks, count)
+            modes = own.modes()
+        expected = _steps(runs, runner, modes.plain, masks, count)
     except NotComparedError as reason:
         return [], [f"training steps in other modes not compared: {reason}"]
     zero = _zero(runs)
@@ -69,9 +67,9 @@ def climb(runs: Runs) -> tuple[list[Section], list[str]]:
     return found, []
 
 
-def _masks(runs: Runs, runner: FlaxRunner, plain: Training, number: int, state: Any, inputs: Inputs) -> Any:
-    if plain.drawn is not None:
-        return plain.drawn(state, runner.inputs(inputs))
+def _masks(runs: Runs, runner: FlaxRunner, modes: TrainingModes, number: int, state: Any, inputs: Inputs) -> Any:
+    if modes.drawn is not None:
+        return modes.drawn(state, runner.inputs(inputs))
     drawn = runs.draw_masks("port", runs.seed + number, inputs=inputs)
     with runner.numerics():
         return {site: jnp.asarray(mask) for site, mask in drawn.items()}

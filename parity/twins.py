@@ -19,14 +19,12 @@ from flax_transformer.decoding import greedy as jax_greedy
 from flax_transformer.parameters import (
     abstract_model,
     initial_parameters,
-    parameter_shapes,
     parameters,
-    with_parameters,
 )
 from parity import twins_training
 from parity.compilation import jit
 from parity.pair import Inputs, Pair, Precision, Side, Training
-from parity.twins_sites import RecordedSites, Sites
+from parity.twins_sites import Sites, port_sites
 from parity.weights.twins import twin_mapping
 from train.batching import evaluation_batches, plan_buckets
 from train.config import BatchConfig, OptimizerConfig
@@ -34,7 +32,7 @@ from train.corpus import ParallelText, load_corpus
 from train.loss import label_smoothed_cross_entropy
 from train.schedule import noam_schedule
 from train.sentences import encode_text
-from train.state import TrainState, dropout_key, make_adam, make_clipping, make_optimizer
+from train.state import TrainState, make_adam, make_clipping, make_optimizer
 from train.step import Arrays, make_update
 from train.translate import TrainedRun, load_run
 from transformer_config import TransformerConfig
@@ -103,7 +101,7 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
     noam = noam_schedule(d_model=config.d_model, warmup_steps=optimizer.warmup_steps, factor=optimizer.noam_factor)
     # When it is first called: a float64 model is only made where float64 is switched on.
     update = functools.cache(lambda: jit(make_update(in_precision(config, "float64"), optimizer, smoothing=smoothing)))
-    sites = Sites(config, _port_sites)
+    sites = Sites(config, port_sites)
     in_float32 = in_precision(config, "float32")
     # Put together anew each time: it may be changed by whoever has it.
     parts = functools.cache(lambda precision: nnx.split(abstract_model(in_precision(config, precision))))
@@ -120,17 +118,10 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
             jnp.zeros((), jnp.int32), params, make_optimizer(optimizer, d_model=config.d_model).init(params)
         )
 
-    def step(state: TrainState, inputs: Mapping[str, Any], masks: Any) -> tuple[TrainState, Any]:
+    def step(state: TrainState, inputs: Mapping[str, Any], masks: Mapping[str, Any]) -> tuple[TrainState, Any]:
         batch = Arrays.whole(inputs["src"], inputs["tgt_in"], inputs["tgt_out"])
-        dropout = flax_transformer.DropoutMasks(masks) if isinstance(masks, Mapping) else masks
-        state, metrics = update()(state, batch, dropout)
+        state, metrics = update()(state, batch, flax_transformer.DropoutMasks(masks))
         return state, metrics.loss
-
-    def drawn(state: TrainState, inputs: Mapping[str, Any]) -> Any:
-        """The masks of the key that the trainer's step makes of seed and step; of attention in blocks, which draws
-        tiles, that key itself."""
-        key = jax.random.fold_in(dropout_key(twins_training.SEED), state.step)
-        return flax_transformer.DropoutKey(key) if config.attention == "blockwise" else draw(key, dict(inputs))
 
     return Side(
         build=lambda precision: nnx.merge(*parts(precision)),
@@ -152,19 +143,8 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
             modes=lambda: twins_training.modes(
                 in_precision(config, "float64"), optimizer, smoothing=smoothing, start=start
             ),
-            drawn=drawn,
         ),
         decode=lambda module, inputs: jax_greedy(module, inputs["src"], max_len=decoded_len(config)),
-    )
-
-
-def _port_sites(config: TransformerConfig, shapes: tuple[tuple[int, ...], ...], recorder: RecordedSites) -> None:
-    model = abstract_model(config)
-    ids = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-    jax.eval_shape(
-        lambda params, src, tgt: with_parameters(model, params)(src, tgt, dropout=recorder),
-        parameter_shapes(config),
-        *ids,
     )
 
 

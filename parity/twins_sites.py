@@ -4,6 +4,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from flax_transformer.parameters import abstract_model, parameter_shapes, with_parameters
 from transformer_config import TransformerConfig
 
 
@@ -71,3 +75,14 @@ class RecordedSites:
     def keep_tile(self, *_: Any, **__: Any) -> None:
         """Never asked: attention in blocks has the sites of the plain one."""
         raise AssertionError("expected plain attention")
+
+
+def port_sites(config: TransformerConfig, shapes: tuple[tuple[int, ...], ...], recorder: RecordedSites) -> None:
+    """Visits the sites of the Flax twin, for `Sites`."""
+    model = abstract_model(config)
+    ids = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    jax.eval_shape(
+        lambda params, src, tgt: with_parameters(model, params)(src, tgt, dropout=recorder),
+        parameter_shapes(config),
+        *ids,
+    )

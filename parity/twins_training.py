@@ -7,16 +7,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from parity.pair import Inputs, Training
+from flax_transformer import DropoutKey, DropoutMasks
+from parity.compilation import jit
+from parity.pair import Inputs, Training, TrainingModes
 from parity.rungs import NotComparedError
+from parity.twins_sites import Sites, port_sites
 from train.batching import Batch, Bucket
 from train.config import BatchConfig, EvaluationConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from train.parallel import Devices
-from train.state import TrainState
+from train.state import TrainState, dropout_key
+from train.step import Arrays, make_update
 from transformer_config import TransformerConfig
 
 MICRO_BATCHES = 3
 """Does not divide the four rows of a made-up batch, so one of them is filled up."""
+
+RATE = 0.1
+"""Of the dropout behind the activations, in these steps the only one. A step hands one source with the numbers of its
+rows to every site alike; but a program that draws at all of them takes a tiny model 15 s more to compile."""
 
 SEED = 0
 """Of the dropout of these steps."""
@@ -24,32 +32,65 @@ SEED = 0
 
 def modes(
     config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float, start: Callable[[Any], TrainState]
-) -> dict[str, Training]:
-    """By name. Each draws its own dropout, whose masks go by the number of the row: they are the same in every mode.
+) -> TrainingModes:
+    """Each draws its own dropout, whose masks go by the number of the row: the same in every mode.
 
     Raises NotComparedError for a model that the trainer does not take.
     """
+    config = config.replace(dropout=0.0, attention_dropout=0.0, activation_dropout=RATE)
+    ways, notes = _ways(jax.device_count())
     try:
-        return {
+        others = {
             name: _mode(_train_config(config, optimizer, smoothing=smoothing, parallel=parallel), start)
-            for name, parallel in _ways(jax.device_count()).items()
+            for name, parallel in ways.items()
         }
     except ValueError as error:
         raise NotComparedError(f"the trainer does not take this model: {error}") from error
+    sites = Sites(config, port_sites)
+    draw = jit(lambda key, inputs: sites.draw(inputs, DropoutKey(key)))
+
+    def drawn(state: TrainState, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return step_masks(draw, state.step, inputs, seed=SEED)
+
+    return TrainingModes(
+        plain=_plain(config, optimizer, smoothing=smoothing, start=start), others=others, drawn=drawn, notes=notes
+    )
 
 
-def _ways(devices: int) -> dict[str, ParallelConfig]:
-    ways = {
-        f"{MICRO_BATCHES} micro-batches": ParallelConfig(num_devices=1, accumulation_steps=MICRO_BATCHES),
-    }
-    if devices > 1:
-        fsdp = 2 if devices % 2 == 0 else devices
-        ways |= {
-            f"jit over {devices} devices": ParallelConfig(mode="jit"),
-            f"fsdp of {fsdp} over {devices} devices": ParallelConfig(mode="jit", fsdp=fsdp),
-            f"pmap over {devices} devices": ParallelConfig(mode="pmap"),
-        }
-    return ways
+def step_masks(draw: Callable[..., Any], step: Any, inputs: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
+    """What the trainer's step of this number drops, drawn outside of it: `draw(key, inputs)` with the key it makes."""
+    return dict(draw(jax.random.fold_in(dropout_key(seed), step), dict(inputs)))
+
+
+def _plain(
+    config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float, start: Callable[[Any], TrainState]
+) -> Training:
+    """The step that the trajectory compares, of this config."""
+    update = jit(make_update(config, optimizer, smoothing=smoothing))
+
+    def step(state: TrainState, inputs: Mapping[str, Any], masks: Mapping[str, Any]) -> tuple[TrainState, Any]:
+        state, metrics = update(
+            state, Arrays.whole(inputs["src"], inputs["tgt_in"], inputs["tgt_out"]), DropoutMasks(masks)
+        )
+        return state, metrics.loss
+
+    return Training(start=start, step=step, parameters=lambda state: state.params)
+
+
+def _ways(devices: int) -> tuple[dict[str, ParallelConfig], tuple[str, ...]]:
+    """As few programs as show each way of spreading a batch, and a note of what this machine does not allow."""
+    if devices == 1:
+        alone = ParallelConfig(num_devices=1, accumulation_steps=MICRO_BATCHES)
+        note = "training steps not compared on several devices: there is one device only"
+        return {f"{MICRO_BATCHES} micro-batches": alone}, (note,)
+    fsdp = 2 if devices % 2 == 0 else devices
+    mesh = f"{devices // fsdp} x {fsdp} devices" if fsdp < devices else f"{devices} devices"
+    return {
+        f"{MICRO_BATCHES} micro-batches under jit and fsdp over {mesh}": ParallelConfig(
+            fsdp=fsdp, accumulation_steps=MICRO_BATCHES
+        ),
+        f"pmap over {devices} devices": ParallelConfig(mode="pmap"),
+    }, ()
 
 
 def _train_config(

@@ -71,7 +71,7 @@ def _multi30k(source: str, target: str) -> TrainConfig:
             dropout=0.1,
             max_len=256,
         ),
-        batch=BatchConfig(max_tokens=2_500, num_buckets=6, max_len=128),
+        batch=BatchConfig(max_tokens=2_500, num_buckets=8, max_len=128),
         optimizer=OptimizerConfig(noam_factor=0.5, warmup_steps=400),
         evaluation=EvaluationConfig(batch_size=64, max_decode_len=80),
         checkpoint=CheckpointConfig(every_steps=100),

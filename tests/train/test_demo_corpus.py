@@ -54,8 +54,9 @@ def test_every_name_stands_in_enough_training_pairs() -> None:
         corpus = build_demo_corpus(config)
         names = list(PhraseMaker(rng=Random(config.seed), num_pairs=num_pairs).names())
         held_out = corpus.validation.source + corpus.test.source
+        sentences = training(corpus).source
         for name in names:
-            occurrences = sum(name.source in sentence for sentence in training(corpus).source)
+            occurrences = sum(name.source in sentence for sentence in sentences)
             assert occurrences >= enough, name
             assert name.source not in held_out
 
