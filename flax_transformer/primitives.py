@@ -30,16 +30,18 @@ def linear(config: TransformerConfig, in_features: int, out_features: int, *, rn
     )
 
 
-def by_rows(x: Float[Array, "..."], weights: Float[Array, "..."], dimensions: Any, **options: Any) -> Float[Array, "..."]:
+def by_rows(
+    x: Float[Array, "..."], weights: Float[Array, "..."], dimensions: Any, **options: Any
+) -> Float[Array, "..."]:
     """`jax.lax.dot_general` of vectors with a matrix, all vectors of `x` stacked up as rows.
 
     With two or more axes of rows, XLA's gradient of the matrix first makes a transposed copy of what comes in, which on
     a CPU takes as long as the product (measured: 190 ms instead of 115 for 2,496 rows of logits).
     """
-    (contracted, _), _ = dimensions
+    (contracted, of_weights), no_batch = dimensions
     if contracted != (x.ndim - 1,):
         raise ValueError(f"expected a product over the last axis of {x.shape}, got one over {contracted}")
-    rows = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), weights, (((1,), dimensions[0][1]), dimensions[1]), **options)
+    rows = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), weights, (((1,), of_weights), no_batch), **options)
     return rows.reshape(*x.shape[:-1], rows.shape[-1])
 
 

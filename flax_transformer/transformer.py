@@ -136,9 +136,20 @@ class Transformer(nnx.Module):
         Raises ValueError for ids outside the vocabulary (outside jit, where they can be seen) and for sequences
         longer than a learned position table.
         """
+        return self.logits(self.hidden(src, tgt, dropout=dropout, packing=packing))
+
+    def hidden(
+        self,
+        src: Int[Array, "batch src_len"],
+        tgt: Int[Array, "batch tgt_len"],
+        *,
+        dropout: DropoutSource = NO_DROPOUT,
+        packing: Packing | None = None,
+    ) -> Float[Array, "batch tgt_len d_model"]:
+        """What the logits are projected from: `__call__` without its last product."""
         src_mask = self._real(src, None if packing is None else packing.src_segments)
         memory = self.encode(src, src_mask=src_mask, dropout=dropout, packing=packing)
-        return self.decode(tgt, memory, src_mask=src_mask, dropout=dropout, packing=packing)
+        return self._decode(tgt, memory, src_mask, None, dropout, packing, return_weights=False).hidden
 
     def encode(
         self,

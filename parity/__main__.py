@@ -1,6 +1,7 @@
-"""The command line: `python -m parity check`, `record`, `selftest`, `convert`.
+"""The command line: `python -m parity check`, `check-trainer`, `record`, `selftest`, `convert`.
 
 Exit status of check: 0 equal, 1 not equal, 2 wrong usage, 3 a model failed while it was built or ran;
+of check-trainer: 0 equal, 1 not equal, 2 wrong usage;
 of record: 0 written, 1 it could not be written, 2 wrong usage, 3 a model failed; of selftest: 0 every fault found and
 no false alarm, 1 not; of convert: 0 done, 1 it failed, 2 wrong usage.
 """
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from parity.twins_command import check_trainer
+from parity.usage import UsageError
 from parity.xla_flags import set_flags
 from transformer_config import TransformerConfig
 
@@ -39,10 +42,6 @@ NOT_CHECKED = {"dtype": PRECISION, "param_dtype": PRECISION}
 
 MODELS_OF_TWO_DEVICES = ("base", "big")
 """Presets so large that each further device costs gigabytes. Others are given 8."""
-
-
-class UsageError(Exception):
-    """The command line asks for something that cannot be meant."""
 
 
 def check(
@@ -359,6 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)
     commands: dict[str, Callable[..., int]] = {
         "check": check,
+        "check-trainer": check_trainer,
         "record": record,
         "selftest": selftest,
         "convert": convert,

@@ -58,13 +58,11 @@ def climb(runs: Runs) -> tuple[list[Section], list[str]]:
     except NotComparedError as reason:
         return [], [f"training steps in other modes not compared: {reason}"]
     zero = _zero(runs)
-    found = [
-        section(
-            TITLE + name, "float64", MODES_RULE, _compared(_steps(runs, runner, mode, masks, count), expected, zero)
-        )
-        for name, mode in modes.items()
-    ]
-    return found, []
+    found = []
+    for name, mode in modes.others.items():
+        compared = _compared(_steps(runs, runner, mode, masks, count), expected, zero)
+        found.append(section(TITLE + name, "float64", MODES_RULE, compared))
+    return found, list(modes.notes)
 
 
 def _masks(runs: Runs, runner: FlaxRunner, modes: TrainingModes, number: int, state: Any, inputs: Inputs) -> Any:

@@ -18,7 +18,7 @@ from transformer_config import TransformerConfig
 
 def side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float) -> Side:
     """What the torch reference brings to a pair."""
-    options = _training_options(optimizer, smoothing=smoothing)
+    options = training_options(optimizer, smoothing=smoothing)
     noam: dict[str, Any] = {
         "d_model": config.d_model,
         "warmup_steps": optimizer.warmup_steps,
@@ -93,8 +93,11 @@ def _reference_sites(config: TransformerConfig, shapes: tuple[tuple[int, ...], .
         module(*(torch.full(shape, config.eos_id, dtype=torch.int32) for shape in shapes), dropout=recorder)
 
 
-def _training_options(optimizer: OptimizerConfig, *, smoothing: float) -> reference_training.TrainingOptions:
-    """Raises ValueError for an optimizer or schedule that the reference, which is the paper's, does not have."""
+def training_options(optimizer: OptimizerConfig, *, smoothing: float) -> reference_training.TrainingOptions:
+    """The trainer's options in the reference's words.
+
+    Raises ValueError for an optimizer or schedule that the reference, which is the paper's, does not have.
+    """
     if optimizer.name != "adam" or optimizer.schedule != "noam":
         raise ValueError(
             "expected optimizer.name='adam' and optimizer.schedule='noam', which the torch reference has, got "

@@ -128,6 +128,11 @@ class Devices:
         mode = "pmap" if self.pmapped else "jit, mesh " + " x ".join(f"{k} {v}" for k, v in self.mesh.shape.items())
         return f"{len(self.devices)} x {name} in {jax.process_count()} process(es), {mode}"
 
+    @property
+    def _tokens_at_once(self) -> int:
+        """Over all devices. On a CPU few, whose logits stay in its cache; an accelerator wants large products."""
+        return len(self.devices) * (512 if self.devices[0].platform == "cpu" else 4096)
+
     # States.
 
     def place_state(self, state: TrainState) -> TrainState:
@@ -226,7 +231,9 @@ class Devices:
     def compile_train_step(self, config: TrainConfig) -> Compiled[..., Any]:
         """The training step; the state that goes in is given up, so that its memory serves the one that comes out."""
         if self.pmapped:
-            across = Across(sum=partial(jax.lax.psum, axis_name="devices"))
+            across = Across(
+                sum=partial(jax.lax.psum, axis_name="devices"), tokens_at_once=self._tokens_at_once // len(self.devices)
+            )
             step = jax.pmap(
                 make_train_step(config, across=across),
                 axis_name="devices",
@@ -234,8 +241,11 @@ class Devices:
                 devices=None if jax.process_count() > 1 else self.devices,
             )
             return Compiled(step)
-        across = Across(gathered=partial(jax.lax.with_sharding_constraint, shardings=self._whole))
-        step = make_train_step(config, across=across) if self.mesh.shape["fsdp"] > 1 else make_train_step(config)
+        across = Across(tokens_at_once=self._tokens_at_once)
+        if self.mesh.shape["fsdp"] > 1:
+            gathered = partial(jax.lax.with_sharding_constraint, shardings=self._whole)
+            across = dataclasses.replace(across, gathered=gathered)
+        step = make_train_step(config, across=across)
         return Compiled(jax.jit(self._keeping_place(step), donate_argnums=0))
 
     def _keeping_place(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,7 +260,8 @@ class Devices:
 
     def compile_evaluation_step(self, config: TransformerConfig) -> Compiled[..., Any]:
         """The evaluation step; its sums are whole in every process."""
-        return Compiled(jax.jit(make_evaluation_step(config), out_shardings=self._whole))
+        step = make_evaluation_step(config, tokens_at_once=self._tokens_at_once)
+        return Compiled(jax.jit(step, out_shardings=self._whole))
 
     def compile_greedy(self, config: TransformerConfig, *, max_len: int) -> Compiled[..., Any]:
         """Greedy decoding: (params, src) -> ids. Whoever calls it has checked the ids."""

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_transformer import NO_DROPOUT, DropoutKey, DropoutSource, Packing
 from flax_transformer.parameters import abstract_model, with_parameters
 from train.config import OptimizerConfig, TrainConfig
-from train.loss import LossSums, label_smoothed_cross_entropy
+from train.loss import LossSums, projected_cross_entropy
 from train.schedule import make_schedule
 from train.state import TrainState, dropout_key, make_optimizer
 from transformer_config import TransformerConfig
@@ -65,6 +65,8 @@ class Across:
     """Adds up over the devices what each of them has computed for its own rows."""
     gathered: Callable[[Any], Any] = lambda params: params
     """Whole parameters out of those that are spread."""
+    tokens_at_once: int = 512
+    """Target tokens, over all devices, whose logits are computed together."""
 
 
 ONE_PROGRAM = Across()
@@ -73,13 +75,22 @@ TrainStep = Callable[[TrainState, Arrays], tuple[TrainState, StepMetrics]]
 EvaluationStep = Callable[[dict[str, Array], Arrays], LossSums]
 
 
-def make_loss(config: TransformerConfig, *, smoothing: float) -> Callable[..., LossSums]:
+def make_loss(
+    config: TransformerConfig, *, smoothing: float, tokens_at_once: int = ONE_PROGRAM.tokens_at_once
+) -> Callable[..., LossSums]:
     """The function (params, micro-batch, dropout) -> sums of losses. The module graph is split once, here (T7)."""
     model = abstract_model(config)
 
     def loss(params: dict[str, Array], batch: Arrays, dropout: DropoutSource = NO_DROPOUT) -> LossSums:
-        logits = with_parameters(model, params)(batch.src, batch.tgt_in, dropout=dropout, packing=batch.packing)
-        return label_smoothed_cross_entropy(logits, batch.tgt_out, smoothing=smoothing, pad_id=config.pad_id)
+        module = with_parameters(model, params)
+        return projected_cross_entropy(
+            module.logits,
+            module.hidden(batch.src, batch.tgt_in, dropout=dropout, packing=batch.packing),
+            batch.tgt_out,
+            smoothing=smoothing,
+            pad_id=config.pad_id,
+            tokens_at_once=tokens_at_once,
+        )
 
     return loss
 
@@ -91,7 +102,7 @@ def make_update(
 
     A step whose loss or gradient is not finite changes nothing but the number of steps, and the loss scale.
     """
-    loss = make_loss(model, smoothing=smoothing)
+    loss = make_loss(model, smoothing=smoothing, tokens_at_once=across.tokens_at_once)
     transformation = make_optimizer(optimizer, d_model=model.d_model)
     schedule = make_schedule(optimizer, d_model=model.d_model)
 
@@ -164,9 +175,11 @@ def make_train_step(config: TrainConfig, *, across: Across = ONE_PROGRAM) -> Tra
     return train_step
 
 
-def make_evaluation_step(config: TransformerConfig) -> EvaluationStep:
+def make_evaluation_step(
+    config: TransformerConfig, *, tokens_at_once: int = ONE_PROGRAM.tokens_at_once
+) -> EvaluationStep:
     """The function (params, batch) -> sums of losses without smoothing or dropout; for batches of one micro-batch."""
-    loss = make_loss(config, smoothing=0.0)
+    loss = make_loss(config, smoothing=0.0, tokens_at_once=tokens_at_once)
 
     def evaluation_step(params: dict[str, Array], batch: Arrays) -> LossSums:
         return loss(params, jax.tree.map(lambda array: array[0], batch))

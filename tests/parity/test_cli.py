@@ -71,7 +71,7 @@ def test_what_cannot_be_converted_exits_with_1_and_says_why(capsys: pytest.Captu
     assert "no.pt" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["check", "record", "selftest", "convert"])
+@pytest.mark.parametrize("command", ["check", "check-trainer", "record", "selftest", "convert"])
 def test_help_waits_for_no_framework(command: str) -> None:
     code = (
         "import sys, parity; from parity.__main__ import main\n"

@@ -30,12 +30,16 @@ def test_the_cpu_is_split_and_what_is_compiled_as_users_do_has_xlas_own_values(d
     count, flags, users = in_a_process(devices)
     assert count == devices
     assert "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1" in flags
-    assert users == {"xla_cpu_use_fusion_emitters": True, "xla_cpu_parallel_codegen_split_count": 32}
+    assert users == {
+        "xla_backend_optimization_level": 3,
+        "xla_cpu_use_fusion_emitters": True,
+        "xla_cpu_parallel_codegen_split_count": 32,
+    }
 
 
 def test_a_flag_that_the_user_has_set_stays_for_users_programs_too() -> None:
     own = "--xla_force_host_platform_device_count=3 --xla_cpu_use_fusion_emitters=true"
     count, flags, users = in_a_process(8, own)
     assert count == 3
-    assert flags == f"{own} --xla_cpu_parallel_codegen_split_count=1"
-    assert users == {"xla_cpu_parallel_codegen_split_count": 32}
+    assert flags == f"{own} --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    assert users == {"xla_backend_optimization_level": 3, "xla_cpu_parallel_codegen_split_count": 32}
