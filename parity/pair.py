@@ -57,6 +57,8 @@ class TrainingModes:
     drawn: Callable[[Any, Mapping[str, Any]], Any] | None = None
     """(state, inputs) -> what `plain`'s step is to be given as masks, to drop what the others drop by themselves in
     that state. None: all are given the same masks, as the port's dropout draws them."""
+    rows: int = 1
+    """Batches of fewer rows are repeated until they have so many: each device and each micro-batch is to have some."""
     notes: tuple[str, ...] = ()
     """What the reader should know: a way that this machine does not allow."""
 

@@ -4,7 +4,7 @@ The trajectory has proven one way of running it equal to the reference's; each o
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from parity.capture_flax import FlaxRunner
 from parity.compare import Comparison
 from parity.pair import Inputs, Training, TrainingModes
 from parity.rungs import NotComparedError, Section, section
+from parity.rungs.rows import common_rows, tiled
 from parity.runs import Runs
 from parity.tolerances import MODES_RULE, TRAJECTORY_ELEMENT, TRAJECTORY_LOSS, trained_apart
 from parity.trajectory import ELEMENT, LARGE, apart, first_gradients, relative
@@ -54,13 +55,14 @@ def climb(runs: Runs) -> tuple[list[Section], list[str]]:
     try:
         with runner.numerics():
             modes = own.modes()
-        expected = _steps(runs, runner, modes.plain, masks, count)
+        batches = [_batch(runs, number, rows=modes.rows) for number in range(1, count + 1)]
+        expected = _steps(runs, runner, modes.plain, masks, batches)
     except NotComparedError as reason:
         return [], [f"training steps in other modes not compared: {reason}"]
     zero = _zero(runs)
     found = []
     for name, mode in modes.others.items():
-        compared = _compared(_steps(runs, runner, mode, masks, count), expected, zero)
+        compared = _compared(_steps(runs, runner, mode, masks, batches), expected, zero)
         found.append(section(TITLE + name, "float64", MODES_RULE, compared))
     return found, list(modes.notes)
 
@@ -73,6 +75,14 @@ def _masks(runs: Runs, runner: FlaxRunner, modes: TrainingModes, number: int, st
         return {site: jnp.asarray(mask) for site, mask in drawn.items()}
 
 
+def _batch(runs: Runs, number: int, *, rows: int) -> Inputs:
+    inputs = training.batch_of(runs, number)
+    own = common_rows(inputs)
+    if own is None or own >= rows:
+        return inputs
+    return {name: array[:rows] for name, array in tiled(inputs, -(-rows // own)).items()}
+
+
 def _zero(runs: Runs) -> frozenset[str]:
     """The port's parameters whose gradient is rounding noise, which Adam turns into steps as large as any."""
     zero = runs.zero_gradients(0)
@@ -82,15 +92,14 @@ def _zero(runs: Runs) -> frozenset[str]:
     return zero | first_gradients(runs, inputs, runs.draw_masks("reference", runs.seed + 1, inputs=inputs))[0]
 
 
-def _steps(runs: Runs, runner: FlaxRunner, steps: Training, masks: Masks, count: int) -> _Steps:
+def _steps(runs: Runs, runner: FlaxRunner, steps: Training, masks: Masks, batches: Sequence[Inputs]) -> _Steps:
     with runner.numerics():
         model = runner.merged(runner.cast(runs.port_weights))
         model.train()
         state = steps.start(model)
         del model
         losses, parameters = [], [_host(steps.parameters(state))]
-        for number in range(1, count + 1):
-            inputs = training.batch_of(runs, number)
+        for number, inputs in enumerate(batches, start=1):
             state, loss = steps.step(state, runner.inputs(inputs), masks(number, state, inputs))
             losses.append(float(loss))
             parameters.append(_host(steps.parameters(state)))
@@ -103,10 +112,10 @@ def _host(parameters: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _compared(got: _Steps, expected: _Steps, zero: frozenset[str]) -> Iterator[Comparison]:
-    for number, (ours, plain) in enumerate(zip(got.losses, expected.losses, strict=True), start=1):
-        detail = f"expected {plain:.15g}, found {ours:.15g}"
+    for number, (loss, plain) in enumerate(zip(got.losses, expected.losses, strict=True), start=1):
+        detail = f"expected {plain:.15g}, found {loss:.15g}"
         yield Comparison(
-            tensor=f"loss of step {number}", error=relative(ours, plain), bound=TRAJECTORY_LOSS, detail=detail
+            tensor=f"loss of step {number}", error=relative(loss, plain), bound=TRAJECTORY_LOSS, detail=detail
         )
     yield from _start(got.parameters[0], expected.parameters[0])
     way = 0.0

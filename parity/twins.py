@@ -198,7 +198,7 @@ def checkpoint_pair(run: Path, *, pairs: int = 24) -> Pair:
     weights = twin_mapping(tied=config.tie_embeddings == "all").inverse().apply(params)
     optimizer = trained.config.optimizer
     if (optimizer.name, optimizer.schedule) != ("adam", "noam"):
-        name = f"{name}, trained on by Adam and Noam in the place of {optimizer.name} and {optimizer.schedule}"
+        name = f"{name}, where Adam and Noam take the place of {optimizer.name} and {optimizer.schedule}"
         optimizer = dataclasses.replace(OPTIMIZER, clip_norm=optimizer.clip_norm)
     return twin_pair(
         config,

@@ -20,7 +20,7 @@ from train.step import Arrays, make_update
 from transformer_config import TransformerConfig
 
 MICRO_BATCHES = 3
-"""Does not divide the four rows of a made-up batch, so one of them is filled up."""
+"""Of several, the last one is ragged, and filled up."""
 
 RATE = 0.1
 """Of the dropout behind the activations, in these steps the only one. A step hands one source with the numbers of its
@@ -53,7 +53,11 @@ def modes(
         return step_masks(draw, state.step, inputs, seed=SEED)
 
     return TrainingModes(
-        plain=_plain(config, optimizer, smoothing=smoothing, start=start), others=others, drawn=drawn, notes=notes
+        plain=_plain(config, optimizer, smoothing=smoothing, start=start),
+        others=others,
+        drawn=drawn,
+        rows=MICRO_BATCHES * jax.device_count() - 1,
+        notes=notes,
     )
 
 
@@ -96,15 +100,13 @@ def _ways(devices: int) -> tuple[dict[str, ParallelConfig], tuple[str, ...]]:
 def _train_config(
     config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float, parallel: ParallelConfig
 ) -> TrainConfig:
-    limit = config.sequence_limit
-    lengths = {} if limit is None else {"max_len": min(BatchConfig().max_len, limit)}
-    decoding = {} if limit is None else {"max_decode_len": min(EvaluationConfig().max_decode_len, limit)}
+    limit = config.sequence_limit or max(BatchConfig().max_len, EvaluationConfig().max_decode_len)
     return TrainConfig(
         run_dir=Path("unused"),
         model=config,
-        batch=BatchConfig(**lengths),
+        batch=BatchConfig(max_len=min(BatchConfig().max_len, limit)),
         optimizer=optimizer,
-        evaluation=EvaluationConfig(**decoding),
+        evaluation=EvaluationConfig(max_decode_len=min(EvaluationConfig().max_decode_len, limit)),
         parallel=parallel,
         label_smoothing=smoothing,
         seed=SEED,

@@ -137,6 +137,9 @@ def corpus_of(
     notes = [str(report)] if report.dropped else []
     for name, seen in zip(names[1:], held_out, strict=True):
         notes += seen.notes(name)
+    common = sum(source in held_out[0].known for source in test.source)
+    if common:
+        notes.append(f"{names[2]}: {common} of {len(test)} sources stand in {names[1]} too")
     sha256 = hashlib.sha256(b"".join(digest.digest() for digest in hashes)).hexdigest()
     text = TrainingText(split=train, pairs=report.pairs - report.dropped, sha256=sha256)
     return Corpus(train=text, validation=validation, test=test, notes=tuple(notes))

@@ -19,7 +19,7 @@ from train.sentences import EncodedText
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Packing:
+class PackedRows:
     """Rows for the pairs of a text: places for two lengths each, not yet for one pair."""
 
     shape: Bucket
@@ -44,7 +44,7 @@ class Packing:
         return -(-self.num_rows // self.shape.batch_size)
 
 
-def plan_packing(encoded: EncodedText, *, config: BatchConfig) -> Packing:
+def plan_packing(encoded: EncodedText, *, config: BatchConfig) -> PackedRows:
     """The rows that all pairs fit into: `max_len` pieces on the longer side, `max_tokens // max_len` rows a batch.
 
     The longer side is the one with more pieces in the whole text. The other is shorter in the same ratio, so that both
@@ -64,7 +64,7 @@ def plan_packing(encoded: EncodedText, *, config: BatchConfig) -> Packing:
     per_row = np.repeat([len(pattern) for pattern, _ in patterns], [rows for _, rows in patterns])
     number_of = np.zeros(keys[-1] + 1, dtype=narrow)
     number_of[keys] = np.arange(len(keys))
-    return Packing(
+    return PackedRows(
         shape=shape,
         row_starts=np.concatenate([[0], np.cumsum(per_row)]),
         places=np.argsort(wanted, kind="stable"),
@@ -130,7 +130,7 @@ class PackedPlan(Plan):
     """Several pairs a row, all batches of one shape."""
 
     encoded: EncodedText
-    packing: Packing
+    packing: PackedRows
     pair_at: Int64[np.ndarray, "pairs"]
     """The pair in each place of the packing."""
     row_order: Int64[np.ndarray, "rows"]
@@ -183,7 +183,7 @@ class PackedPlan(Plan):
         return len(self) * self.packing.shape.positions
 
 
-def packed_epoch(encoded: EncodedText, packing: Packing, *, seed: int, epoch: int) -> PackedPlan:
+def packed_epoch(encoded: EncodedText, packing: PackedRows, *, seed: int, epoch: int) -> PackedPlan:
     """Every pair exactly once, in an order that depends on `seed` and `epoch` alone.
 
     Pairs of the same two lengths are shuffled among their places, then rows among the batches; the last batch is filled

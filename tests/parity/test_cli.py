@@ -1,5 +1,6 @@
 """`python -m parity`: exit statuses, messages, and a trained run from checkpoint to PyTorch and back."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from rich.console import Console
 from parity.__main__ import main
 from parity.weights.rules import bits_equal
 from parity.weights.store import read_tensors
+from train.average import average_run
 from train.config import (
     BatchConfig,
     CorpusConfig,
     EvaluationConfig,
+    OptimizerConfig,
     ParallelConfig,
     TokenizerConfig,
     TrainConfig,
@@ -258,6 +261,40 @@ def test_a_run_in_half_width_with_library_attention_can_be_checked(trained_run: 
     assert status("check", "--checkpoint", str(tmp_path / "half"), *arguments) == 0
     name = json.loads((tmp_path / "report.json").read_text())["name"]
     assert "with plain attention, its bfloat16 weights as float32" in name
+
+
+def test_a_run_that_the_reference_could_not_have_trained_is_checked_with_adam_and_noam(
+    trained_run: Path, tmp_path: Path
+) -> None:
+    """AdamW, another schedule, no clipping, a moving average, float16, packed rows; and its average, inference only."""
+    config = RunDir(trained_run).read_config()
+    config = config.replace(
+        run_dir=tmp_path / "other",
+        model=config.model.replace(dtype="float16"),
+        batch=dataclasses.replace(config.batch, packing=True),
+        optimizer=OptimizerConfig(
+            name="adamw",
+            weight_decay=0.01,
+            schedule="inverse_sqrt",
+            learning_rate=1e-3,
+            warmup_steps=5,
+            clip_norm=None,
+            ema_decay=0.9,
+        ),
+        max_steps=2,
+    )
+    train(config, console=Console(quiet=True))
+    average_run(config.run_dir, tmp_path / "averaged", ema=True)
+    rungs = {
+        "other": ("weights", "forward", "clipping", "optimizer", "schedule", "trajectory"),
+        "averaged": ("weights", "forward"),
+    }
+    for run, wanted in rungs.items():
+        report = tmp_path / f"{run}.json"
+        assert status("check", "--checkpoint", str(tmp_path / run), "--json", str(report), "--rungs", *wanted) == 0
+        values = json.loads(report.read_text())
+        assert "Adam and Noam take the place of adamw and inverse_sqrt" in values["name"]
+        assert [r["name"] for r in values["rungs"] if r["status"] == "passed"] == list(wanted)
 
 
 def test_a_run_goes_to_torch_and_back_with_the_same_bytes(trained_run: Path, tmp_path: Path) -> None:

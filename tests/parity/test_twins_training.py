@@ -65,7 +65,8 @@ def test_the_steps_move_the_parameters_and_drop_out() -> None:
     with runner.numerics():
         modes = pair.port.training.modes()
         state = modes.plain.start(runner.merged(runner.cast(runs.port_weights)))
-        inputs = runner.inputs(runs.batches[0])
+        inputs = runner.inputs(training_modes._batch(runs, 1, rows=modes.rows))
+        assert {len(array) for array in inputs.values()} == {23}, "of 24: in each micro-batch, and one row is filled up"
         masks = [modes.drawn(state._replace(step=jax.numpy.int32(n)), inputs) for n in (0, 1)]
         assert masks[0].keys() == {
             "encoder.layers.0.feed_forward.activation",

@@ -94,6 +94,11 @@ def test_unequal_line_counts_name_both_files_and_counts(tmp_path: Path) -> None:
         load_corpus(write_corpus(tmp_path, val_en=b"one\n"))
 
 
+def test_held_out_sentences_in_both_splits_are_counted(tmp_path: Path) -> None:
+    corpus = load_corpus(write_corpus(tmp_path, val_de=b"neu\nalt\n", test_de=b"alt\nanders\ndritte\n"))
+    assert corpus.notes == ("test: 1 of 3 sources stand in val too",)
+
+
 @pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf"])
 def test_empty_file_is_named(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ValueError, match=r"test\.en, got an empty file"):
