@@ -28,6 +28,7 @@ from train.signals import StoppedError, StopRequest
 from train.state import TrainState, initial_state
 from train.step import Arrays, StepMetrics
 from train.throughput import Throughput
+from train.timetable import Timetable
 
 ASK_EVERY = 10
 """Steps after which several processes ask each other whether one was told to stop."""
@@ -113,6 +114,9 @@ class Trainer:
         self.last_step = self.steps_per_epoch * config.epochs
         if config.max_steps is not None:
             self.last_step = min(self.last_step, config.max_steps)
+        self.timetable = Timetable(
+            config=config.evaluation, steps_per_epoch=self.steps_per_epoch, last_step=self.last_step
+        )
         self.evaluated_step: int | None = None
         self.state = devices.place_state(self._start())
         self.throughput = Throughput(devices.devices, config.model)
@@ -153,9 +157,12 @@ class Trainer:
         """Without what was measured only because the run was to end here, if it now goes on."""
         if self.step >= self.last_step:
             return metrics
-        scheduled = {"validation": self._evaluation_is_scheduled(), "validation_scores": self._bleu_is_scheduled()}
+        regular = {
+            "validation": self.timetable.is_regular(self.step),
+            "validation_scores": self.timetable.has_regular_bleu(self.step),
+        }
         records = ((line, json.loads(line)) for line in metrics.splitlines(keepends=True))
-        return "".join(line for line, it in records if it["step"] != self.step or scheduled.get(it["kind"], True))
+        return "".join(line for line, it in records if it["step"] != self.step or regular.get(it["kind"], True))
 
     def _set_metrics(self, text: str) -> None:
         if is_main_process():
@@ -174,7 +181,7 @@ class Trainer:
                     self._evaluate()
                 if self._is_over():
                     break
-                self.take_steps(self._next_evaluation(), progress)
+                self.take_steps(self.timetable.next(self.step + 1), progress)
         self.console.print(
             f"Compilations: training step {self.train_step.compilations} of {len(self.data.shapes)}, evaluation step "
             f"{self.evaluation_step.compilations} of {len(self.data.buckets)}."
@@ -282,26 +289,7 @@ class Trainer:
     # Evaluation.
 
     def _evaluation_is_due(self) -> bool:
-        return self.step not in (0, self.evaluated_step) and self._next_evaluation(self.step) == self.step
-
-    def _evaluation_is_scheduled(self) -> bool:
-        """Wherever the run may end."""
-        return any(self.step % every == 0 for every in self._intervals())
-
-    def _bleu_is_scheduled(self) -> bool:
-        every = self.config.evaluation.bleu_every_epochs
-        return every is not None and self.step % (every * self.steps_per_epoch) == 0
-
-    def _intervals(self) -> list[int]:
-        """Steps from evaluation to evaluation."""
-        evaluation = self.config.evaluation
-        by_steps = [] if evaluation.every_steps is None else [evaluation.every_steps]
-        return [evaluation.every_epochs * self.steps_per_epoch, *by_steps]
-
-    def _next_evaluation(self, first: int | None = None) -> int:
-        """The next step, from `first` on, after which there is an evaluation."""
-        first = self.step + 1 if first is None else first
-        return min([self.last_step, *(-(-first // every) * every for every in self._intervals())])
+        return self.step not in (0, self.evaluated_step) and self.timetable.next(self.step) == self.step
 
     def _evaluate(self) -> None:
         """Measures, writes down and saves: a run that is killed here does all of it again."""
@@ -320,8 +308,7 @@ class Trainer:
             perplexity=loss.perplexity,
             nll_per_character=loss.per_character,
         )
-        every = self.config.evaluation.bleu_every_epochs
-        if self._bleu_is_scheduled() or (every is not None and self.step >= self.last_step):
+        if self.timetable.has_bleu(self.step):
             scores = self._scores(self.data.corpus.validation)
             measured["bleu"] = scores.bleu
             self._append("validation_scores", self.step, **dataclasses.asdict(scores))

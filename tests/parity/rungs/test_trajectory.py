@@ -220,8 +220,10 @@ def test_a_hundred_steps_of_the_twins_with_dropout() -> None:
     way = found.summed_rates[-1]
     assert way > 1.0, "steps that move the parameters"
     assert found.losses[-1][0] < found.losses[0][0] - 0.3, "and learn something"
-    apart = {name: d[-1] for name, d in found.elements.items() if name not in found.zero}
-    assert max(apart.values()) < TRAJECTORY_PARAMETERS * way
+    # At the end this training amplifies any rounding tenfold in nine steps: single elements by some 1e-10, by seed.
+    assert found.within(), "every element and every mean, as the rung judges them"
+    means = {name: d[-1] for name, d in found.distances.items() if name not in found.zero}
+    assert max(means.values()) < TRAJECTORY_PARAMETERS * way
     assert all(name.endswith("k_proj.bias") for name in found.zero)
     assert len(found.zero) == 3
     assert found.unchanged == {"reference": [], "port": []}
