@@ -120,15 +120,28 @@ def timed(function: Callable[[], object]) -> float:
 def bare(trainer: Trainer, step: Callable[..., object], numbers: range) -> Callable[[], None]:
     """Runs the compiled step on batches that are made now."""
     batches = [trainer.made(number).arrays for number in numbers]
-    state = trainer.devices.place_state(jax.tree.map(np.array, trainer.state))
+    # A step beforehand, which takes memory for what the timed ones only use again.
+    state, _ = jax.block_until_ready(step(trainer.devices.place_state(trainer.state), batches[0]))  # type: ignore[misc]
 
     def run() -> None:
-        now = state
+        # Two steps on the way at most, as in the loop: the memory of all that are is taken at once.
+        now, before = state, None
         for arrays in batches:
             now, metrics = step(now, arrays)
-        jax.block_until_ready((now, metrics))
+            jax.block_until_ready(before)
+            before = metrics
+        jax.block_until_ready((now, before))
 
     return run
+
+
+def warm_up(trainer: Trainer, step: Callable[..., object]) -> None:
+    """The first call of a program is slower than all others."""
+    plan = trainer.data.epoch(0)
+    shapes = [plan.shape(i) for i in range(len(plan))]
+    for shape in trainer.data.shapes:
+        number = shapes.index(shape)
+        bare(trainer, step, range(number, number + 1))()
 
 
 def main() -> None:
@@ -169,7 +182,9 @@ def measure(trainer: Trainer, arguments: argparse.Namespace) -> dict[str, object
     sentences = round(len(trainer.data.train) / len(plan))
     other = None if arguments.no_torch else TorchLoop(trainer, sentences=sentences)
     if other is not None:
-        other.steps(2)
+        other.steps(3)
+    for step in (trainer.train_step, without):
+        warm_up(trainer, step)
     progress = trainer.progress()
     seconds: dict[str, list[float]] = {name: [] for name in ("loop", "bare", "without", "torch", "peak", "flops")}
     tokens: dict[str, list[int]] = {"loop": [], "torch": []}

@@ -229,23 +229,30 @@ def _keep_rows(
     the two integers around 65536 · rate, the upper one with probability (65536 · rate) mod 1, of 32 bits. Then
     P(bits < t) = E[t] / 65536 = rate.
     """
-    size, last = math.prod(shape), np.uint32(0xFFFFFFFF)
+    last = np.uint32(0xFFFFFFFF)
     threshold = rate * 65536
     share = np.uint32(min(round(threshold % 1 * 2**32), int(last)))
     upper = threefry(key, rows, jnp.full_like(rows, last))[0] < share  # no row has a block of this number
     thresholds = np.uint32(threshold) + upper.astype(jnp.uint32)
 
-    blocks = jnp.arange(-(-size // 4), dtype=jnp.uint32)
-    first, second = threefry(key, rows[:, None], blocks[None, :])
-    # The quarters of all blocks one after the other, instead of each block's side by side: so everything is elementwise
-    # along the blocks, and XLA makes one vectorised loop of it and of what uses the mask. On CPU, stacking four masks
-    # in that loop takes 7 ms for 104 x 24 x 256 elements, this 0.5. The generator is cheap enough to be run again
-    # for every quarter, and in the backward pass, which XLA does rather than to store the mask.
-    quarter = jnp.arange(4, dtype=jnp.uint32)[None, :, None]
-    words = jnp.where(quarter < 2, first[:, None, :], second[:, None, :])
+    *lines, length = shape or (1,)
+    per_line = -(-length // 4)
+    blocks = jnp.arange(math.prod(lines) * per_line, dtype=jnp.uint32).reshape(1, *lines, 1, per_line)
+
+    def of_rows(values: UInt32[Array, " batch"]) -> UInt32[Array, "batch ..."]:
+        return values.reshape(-1, *[1] * (blocks.ndim - 1))
+
+    first, second = threefry(key, of_rows(rows), blocks)
+    # The quarters of a line's blocks one after the other, instead of each block's side by side: so everything is
+    # elementwise along the blocks, and XLA makes one vectorised loop of it and of what uses the mask. Along the last
+    # axis, because a quarter that begins within a line of what uses the mask costs that (on CPU ten times the time).
+    # The generator is cheap enough to be run again for every quarter, and in the backward pass, which XLA does rather
+    # than to store the mask.
+    quarter = jnp.arange(4, dtype=jnp.uint32)[:, None]
+    words = jnp.where(quarter < 2, first, second)
     halves = (words >> (quarter % 2 * 16)) & np.uint32(0xFFFF)
-    keep = halves >= thresholds[:, None, None]
-    return keep.reshape(rows.shape[0], -1)[:, :size].reshape(rows.shape[0], *shape)
+    keep = (halves >= of_rows(thresholds)).reshape(rows.shape[0], *lines, 4 * per_line)
+    return keep[..., :length].reshape(rows.shape[0], *shape)
 
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))

@@ -69,8 +69,10 @@ def projected_cross_entropy(
     them, so that rows may lie on different devices.
     """
     batch, length = targets.shape
-    positions = max(1, min(tokens_at_once // batch, math.ceil(length / FEWEST_PARTS)))
-    parts = math.ceil(length / positions)
+    most = max(1, min(tokens_at_once // batch, math.ceil(length / FEWEST_PARTS)))
+    # As many as may be, but for what would have to be filled up.
+    positions = min(range(most, most // 2, -1), key=lambda positions: -length % positions)
+    parts = -(-length // positions)
     padding = parts * positions - length
     cut_hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))).reshape(batch, parts, positions, -1)
     cut_targets = jnp.pad(targets, ((0, 0), (0, padding)), constant_values=pad_id).reshape(batch, parts, positions)
