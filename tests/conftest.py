@@ -12,6 +12,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 for _threads in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_threads, "1")  # xdist has a process for every core
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Threads of XLA's pool, one a core by default: with fewer than devices, collectives can wait for each other.
+os.environ.setdefault("PJRT_NPROC", "32")
 # Tests compile much and compute little. Seconds of CPU to compile the gradient of a tiny 1+1-layer model: 3.3 as it is,
 # 1.7 without LLVM's optimisations, 0.6 with XLA's older emitters besides, 0.5 with the code in one module.
 os.environ["XLA_FLAGS"] = " ".join(

@@ -101,6 +101,9 @@ def plot(runs: tyro.conf.Positional[tuple[Path, ...]], /, *, output: Path | None
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line and runs the command."""
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        # Threads of XLA's pool, one a core by default: with fewer than devices, collectives can wait for each other.
+        os.environ.setdefault("PJRT_NPROC", "32")
     # Orbax tells of every save that takes a second; what fails, it raises, after pages about each of its threads.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:

@@ -326,7 +326,8 @@ class Trainer:
         if patience is None:
             return False
         waited = evaluations_since_best(self.run_dir.metrics(), metric)
-        if waited < patience:
+        # The main process decides: another may see an older file.
+        if not any_process(is_main_process() and waited >= patience):
             return False
         self.console.print(f"Stopping: the last {waited} evaluations have brought no better {metric}.")
         return True
