@@ -22,6 +22,9 @@ ARGUMENTS: dict[tuple[str, str, str, str], str] = {
     (*_TILING, "num_queries / block_size", "num_queries * block_size"): (
         "more groups of queries, all of them padding that join_queries cuts off; only memory and time differ"
     ),
+    (*_TILING, "num_keys / block_size", "num_keys * block_size"): (
+        "more blocks of padding behind the keys, none of which any query may attend to; only memory and time differ"
+    ),
     (*_TILING, "groups - 1", "groups + 1"): (
         "more blocks of padding in front of the keys; their positions are negative, so they are never allowed"
     ),
