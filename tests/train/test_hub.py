@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import datasets
+import pyarrow
 import pytest
+from pyarrow.parquet import write_table
 
-pyarrow = pytest.importorskip("pyarrow")
-datasets = pytest.importorskip("datasets")
-
-from pyarrow.parquet import write_table  # noqa: E402
-
-from train.config import CorpusConfig  # noqa: E402
-from train.corpus import load_corpus  # noqa: E402
-from train.hub import find_splits  # noqa: E402
+from train.config import CorpusConfig
+from train.corpus import load_corpus
+from train.hub import find_splits
 
 SPLITS = {"train": 5, "validation": 2, "test": 3}
 CONVERTED = "refs/convert/parquet"

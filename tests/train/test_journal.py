@@ -15,7 +15,6 @@ from train.run_dir import RunDir
 @pytest.fixture(scope="module")
 def asked(whole: Ended, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that is continued from step 6, with everything on: what it writes then."""
-    pytest.importorskip("tensorboardX")
     folder = tmp_path_factory.mktemp("asked")
     report = dataclasses.replace(whole.config.report, log_every_steps=2, tensorboard=True, profile_steps=3)
     config = whole.config.replace(run_dir=folder, report=report)

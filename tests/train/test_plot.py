@@ -9,11 +9,6 @@ import pytest
 
 from train.plot import plot_runs, read_metrics, run_names, series, smooth
 
-needs_matplotlib = pytest.mark.skipif(
-    subprocess.run([sys.executable, "-c", "import matplotlib"], check=False, capture_output=True).returncode != 0,
-    reason="matplotlib is not installed",
-)
-
 TRAIN = [
     {"kind": "train", "step": s, "loss": 9 - s / 1000, "nll": 8 - s / 1000, "learning_rate": s * 1e-7}
     for s in range(100, 3100, 100)
@@ -39,7 +34,6 @@ def texts(svg: Path) -> list[str]:
     ]
 
 
-@needs_matplotlib
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
 def test_the_suffix_is_the_format_and_nothing_else_is_left(tmp_path, suffix, magic):
     run = write(tmp_path / "run", FASTER + HELD_OUT)
@@ -49,7 +43,6 @@ def test_the_suffix_is_the_format_and_nothing_else_is_left(tmp_path, suffix, mag
     assert list(output.parent.iterdir()) == [output]
 
 
-@needs_matplotlib
 def test_panels_names_units_and_commas(tmp_path):
     first, second = write(tmp_path / "first", FASTER + HELD_OUT), write(tmp_path / "second", FASTER)
     shown = texts(plot_runs([first, second], tmp_path / "all.svg"))
@@ -57,7 +50,6 @@ def test_panels_names_units_and_commas(tmp_path):
     assert {"1,000", "3,000", "100,000"} <= set(shown)
 
 
-@needs_matplotlib
 @pytest.mark.parametrize(
     ("records", "panels"),
     [
@@ -72,13 +64,11 @@ def test_empty_panels_are_left_out(tmp_path, records, panels):
     assert PANELS & set(texts(plot_runs([write(tmp_path / "run", records)], tmp_path / "some.svg"))) == panels
 
 
-@needs_matplotlib
 def test_more_runs_than_colours(tmp_path):
     runs = [write(tmp_path / f"run-{i:02d}", TRAIN) for i in range(9)]
     assert {run.name for run in runs} <= set(texts(plot_runs(runs, tmp_path / "many.svg")))
 
 
-@needs_matplotlib
 def test_pyplot_and_its_state_are_left_alone(tmp_path):
     run = write(tmp_path / "run", TRAIN)
     code = """
@@ -133,7 +123,6 @@ def test_other_mistakes(tmp_path, monkeypatch):
         plot_runs([run], tmp_path / "plot.png")
 
 
-@needs_matplotlib
 def test_nothing_to_draw(tmp_path):
     with pytest.raises(ValueError, match="expected losses, scores or rates in the metrics of run, found none"):
         plot_runs([write(tmp_path / "run", [{"kind": "final_test", "step": 3, "bleu": 1.0}])], tmp_path / "plot.png")

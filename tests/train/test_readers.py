@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow.parquet import write_table
 
 from train.readers import find_split, pair_of, read_lines
 
@@ -37,19 +39,13 @@ def json_translations(folder: Path) -> Path:
 
 
 def parquet(folder: Path) -> Path:
-    table = pytest.importorskip("pyarrow")
-    from pyarrow.parquet import write_table
-
     columns = {"en": [en for _, en in PAIRS], "n": [1, 2, 3], "de": [de or None for de, _ in PAIRS]}
-    write_table(table.table(columns), folder / "train.parquet")
+    write_table(pyarrow.table(columns), folder / "train.parquet")
     return folder / "train.parquet"
 
 
 def parquet_translations(folder: Path) -> Path:
-    table = pytest.importorskip("pyarrow")
-    from pyarrow.parquet import write_table
-
-    write_table(table.table({"translation": [{"de": de, "en": en} for de, en in PAIRS]}), folder / "train.parquet")
+    write_table(pyarrow.table({"translation": [{"de": de, "en": en} for de, en in PAIRS]}), folder / "train.parquet")
     return folder / "train.parquet"
 
 
@@ -123,7 +119,6 @@ def test_a_broken_line_is_named(tmp_path: Path, name: str, text: str, message: s
 
 
 def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
     (tmp_path / "train.parquet").write_bytes(b"PAR1 and nothing more")
     with pytest.raises(ValueError, match=r"Parquet file in .*train\.parquet"):
         list(find_split(tmp_path, "train", source="de", target="en"))

@@ -8,8 +8,6 @@ import pytest
 
 from train.tensorboard import TensorBoard
 
-pytest.importorskip("tensorboardX")
-
 RECORDS = [
     {"kind": "train", "step": 20, "epoch": 0, "loss": 7.5, "num_tokens": 2211.0, "learning_rate": 0.00015},
     {"kind": "validation_scores", "step": 40, "epoch": 1, "bleu": 32.5, "bleu_signature": "nrefs:1", "whole": True},
