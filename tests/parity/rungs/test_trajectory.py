@@ -214,13 +214,18 @@ def twin_pair(**changes: Any) -> Any:
     return twins.preset_pair(TransformerConfig.tiny(num_encoder_layers=1, num_decoder_layers=1, **rates), **changes)
 
 
-def test_a_hundred_steps_of_the_twins_with_dropout() -> None:
-    found = trajectory.train_both(Runs(twin_pair()), num_steps=100)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_hundred_steps_of_the_twins_with_dropout(seed: int) -> None:
+    found = trajectory.train_both(Runs(twin_pair(), seed=seed), num_steps=100)
     assert max(found.loss_errors) < TRAJECTORY_LOSS
     way = found.summed_rates[-1]
     assert way > 1.0, "steps that move the parameters"
     assert found.losses[-1][0] < found.losses[0][0] - 0.3, "and learn something"
-    # At the end this training amplifies any rounding tenfold in nine steps: single elements by some 1e-10, by seed.
+    # The training of seed 0 amplifies any rounding, at its end tenfold in nine steps: single elements are 1e-10 to
+    # 5e-10 apart, by how a step is computed; those of seed 1 are 7e-12.
+    if seed:
+        apart = {name: d[-1] for name, d in found.elements.items() if name not in found.zero}
+        assert max(apart.values()) < TRAJECTORY_PARAMETERS * way
     assert found.within(), "every element and every mean, as the rung judges them"
     means = {name: d[-1] for name, d in found.distances.items() if name not in found.zero}
     assert max(means.values()) < TRAJECTORY_PARAMETERS * way
