@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 from flax_transformer.blockwise import blockwise_attention
 from flax_transformer.dropout import NO_DROPOUT, DropoutSource, apply_dropout
 from flax_transformer.masks import AttentionMask
-from flax_transformer.primitives import linear, wide
+from flax_transformer.primitives import linear, matmul, wide
 from transformer_config import TransformerConfig
 
 
@@ -40,7 +40,7 @@ def attention_weights(
     allowed: Bool[Array, "#batch 1 queries keys"],
 ) -> Float[Array, "batch heads queries keys"]:
     """softmax(QKᵀ / √d_k) over the allowed keys, 0 elsewhere; a row without an allowed key is all 0 (paper 3.2.1)."""
-    scores = wide(jnp.einsum("bhqd,bhkd->bhqk", query, key)) / math.sqrt(query.shape[-1])
+    scores = wide(matmul(query, key, True)) / math.sqrt(query.shape[-1])
     # A finite fill keeps rows without any key free of NaN, in values and in gradients.
     scores = jnp.where(allowed, scores, jnp.finfo(scores.dtype).min)
     return jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0.0)
@@ -61,7 +61,7 @@ def plain_attention(
     """
     weights = attention_weights(query, key, allowed)
     dropped = apply_dropout(weights, source, rate=rate).astype(value.dtype)
-    return AttentionOutput(jnp.einsum("bhqk,bhkd->bhqd", dropped, value), weights)
+    return AttentionOutput(matmul(dropped, value), weights)
 
 
 def library_attention(

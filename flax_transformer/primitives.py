@@ -1,5 +1,6 @@
 """Linear and layer norm with the compute dtype apart from the parameters' dtype."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,6 +44,35 @@ def by_rows(
         raise ValueError(f"expected a product over the last axis of {x.shape}, got one over {contracted}")
     rows = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), weights, (((1,), of_weights), no_batch), **options)
     return rows.reshape(*x.shape[:-1], rows.shape[-1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(
+    a: Float[Array, "batch heads rows _"], b: Float[Array, "batch heads _ _"], transposed: bool = False
+) -> Float[Array, "batch heads rows _"]:
+    """`a @ b` of many small matrices, or `a @ bᵀ` of a `b` that lies transposed.
+
+    The gradient of `b` is a product over rows. On a CPU XLA takes twice the time for that, so there one factor is
+    transposed beforehand (a training step of 3+3 layers at length 20: 3 to 4% faster); an accelerator needs no such
+    copy.
+    """
+    return jnp.matmul(a, jnp.swapaxes(b, 2, 3) if transposed else b)
+
+
+def _matmul_forward(a: Array, b: Array, transposed: bool) -> tuple[Array, tuple[Array, Array]]:
+    return matmul(a, b, transposed), (a, b)
+
+
+def _matmul_backward(transposed: bool, factors: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    a, b = factors
+    over_rows, other = (gradient, a) if transposed else (a, gradient)
+    over_rows = jax.lax.platform_dependent(
+        jnp.swapaxes(over_rows, 2, 3), cpu=jax.lax.optimization_barrier, default=lambda array: array
+    )
+    return matmul(gradient, b, not transposed), jnp.matmul(over_rows, other)
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 class LayerNorm(nnx.Module):
