@@ -37,7 +37,7 @@ class KeyValue(NamedTuple):
 def attention_weights(
     query: Float[Array, "batch heads queries head_dim"],
     key: Float[Array, "batch heads keys head_dim"],
-    allowed: Bool[Array, "#batch 1 queries keys"],
+    allowed: Bool[Array, "#batch 1 #queries keys"],
 ) -> Float[Array, "batch heads queries keys"]:
     """softmax(QKᵀ / √d_k) over the allowed keys, 0 elsewhere; a row without an allowed key is all 0 (paper 3.2.1)."""
     scores = wide(matmul(query, key, True)) / math.sqrt(query.shape[-1])
@@ -50,7 +50,7 @@ def plain_attention(
     query: Float[Array, "batch heads queries head_dim"],
     key: Float[Array, "batch heads keys head_dim"],
     value: Float[Array, "batch heads keys head_dim"],
-    allowed: Bool[Array, "#batch 1 queries keys"],
+    allowed: Bool[Array, "#batch 1 #queries keys"],
     *,
     source: DropoutSource = NO_DROPOUT,
     rate: float = 0.0,
@@ -144,7 +144,7 @@ class MultiHeadAttention(nnx.Module):
         queries: Float[Array, "batch queries d_model"],
         key_value: KeyValue,
         *,
-        allowed: Bool[Array, "#batch 1 queries keys"],
+        allowed: Bool[Array, "#batch 1 #queries keys"],
     ) -> Float[Array, "batch queries d_model"]:
         """From a few queries to keys that are there already: a step of decoding."""
         attended = plain_attention(self.split_heads(self.q_proj(queries)), *key_value, allowed)

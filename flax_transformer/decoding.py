@@ -38,8 +38,10 @@ def greedy(model: Transformer, src: Int[Array, "batch src_len"], *, max_len: int
         return (state.position < max_len) & ~state.finished.all()
 
     def step(state: _State) -> _State:
-        logits, caches = model.decode_step(state.last, state.caches, position=state.position, src_mask=src_mask)
-        logits = logits.at[:, jnp.array(never, jnp.int32)].set(jnp.finfo(logits.dtype).min)
+        logits, caches = model.decode_step(
+            state.last[:, None], state.caches, position=state.position, src_mask=src_mask
+        )
+        logits = logits[:, 0].at[:, jnp.array(never, jnp.int32)].set(jnp.finfo(logits.dtype).min)
         chosen = jnp.argmax(logits, axis=-1)
         chosen = jnp.where(state.finished, config.pad_id, chosen).astype(src.dtype)
         return _State(

@@ -26,9 +26,10 @@ class LayerCache(NamedTuple):
     """What a decoder layer keeps between steps of decoding."""
 
     own: KeyValue
-    """Of the positions decoded so far; later ones are not read."""
+    """Of what was decoded so far: one slot a position, or as many beside each other as there are beams. Slots are never
+    moved: who descends from which is said by the mask with which they are read."""
     memory: KeyValue
-    """Of the encoder's output, computed once a sentence."""
+    """Of the encoder's output: one row a sentence, however many beams there are (D6)."""
 
 
 class ResidualLayer(nnx.Module):
@@ -122,19 +123,19 @@ class DecoderLayer(ResidualLayer):
 
     def step(
         self,
-        x: Float[Array, "batch 1 d_model"],
+        x: Float[Array, "batch beams d_model"],
         cache: LayerCache,
         *,
-        position: Int[Array, ""],
-        allowed: Bool[Array, "#batch 1 1 max_len"],
+        slot: Int[Array, ""],
+        allowed: Bool[Array, "#batch 1 #beams slots"],
         memory_allowed: Bool[Array, "#batch 1 1 src_len"],
-    ) -> tuple[Float[Array, "batch 1 d_model"], LayerCache]:
-        """`__call__` for one new position, with what earlier ones left in the cache; no dropout."""
+    ) -> tuple[Float[Array, "batch beams d_model"], LayerCache]:
+        """`__call__` for one new position of every beam, written to the cache from `slot` on; no dropout."""
         y = self.before(self.norm1, x)
         new = self.self_attn.key_value(y)
         own = KeyValue(
-            jax.lax.dynamic_update_slice_in_dim(cache.own.key, new.key, position, axis=2),
-            jax.lax.dynamic_update_slice_in_dim(cache.own.value, new.value, position, axis=2),
+            jax.lax.dynamic_update_slice_in_dim(cache.own.key, new.key, slot, axis=2),
+            jax.lax.dynamic_update_slice_in_dim(cache.own.value, new.value, slot, axis=2),
         )
         x = self.after(self.norm1, x, self.self_attn.attend_dense(y, own, allowed=allowed))
 
@@ -145,9 +146,9 @@ class DecoderLayer(ResidualLayer):
         x = self.after(self.norm3, x, self.feed_forward(y))
         return x, LayerCache(own, cache.memory)
 
-    def new_cache(self, memory: Float[Array, "batch src_len d_model"], *, max_len: int) -> LayerCache:
-        """Room for `max_len` positions, and the keys and values of `memory`."""
+    def new_cache(self, memory: Float[Array, "batch src_len d_model"], *, slots: int) -> LayerCache:
+        """Room for what will be decoded, and the keys and values of `memory`."""
         cross = self.cross_attn.key_value(memory)
         batch, heads, _, head_dim = cross.key.shape
-        empty = jnp.zeros((batch, heads, max_len, head_dim), cross.key.dtype)
+        empty = jnp.zeros((batch, heads, slots, head_dim), cross.key.dtype)
         return LayerCache(KeyValue(empty, empty), cross)

@@ -84,17 +84,17 @@ class Decoder(nnx.Module):
 
     def step(
         self,
-        x: Float[Array, "batch 1 d_model"],
+        x: Float[Array, "batch beams d_model"],
         caches: tuple[LayerCache, ...],
         *,
-        position: Int[Array, ""],
-        allowed: Bool[Array, "#batch 1 1 max_len"],
+        slot: Int[Array, ""],
+        allowed: Bool[Array, "#batch 1 #beams slots"],
         memory_allowed: Bool[Array, "#batch 1 1 src_len"],
-    ) -> tuple[Float[Array, "batch 1 d_model"], tuple[LayerCache, ...]]:
-        """`__call__` for one new position; see `DecoderLayer.step`."""
+    ) -> tuple[Float[Array, "batch beams d_model"], tuple[LayerCache, ...]]:
+        """`__call__` for one new position of every beam; see `DecoderLayer.step`."""
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, new_cache = layer.step(x, cache, position=position, allowed=allowed, memory_allowed=memory_allowed)
+            x, new_cache = layer.step(x, cache, slot=slot, allowed=allowed, memory_allowed=memory_allowed)
             new_caches.append(new_cache)
         return x if self.final_norm is None else self.final_norm(x), tuple(new_caches)
 
@@ -191,30 +191,42 @@ class Transformer(nnx.Module):
             return self.tgt_embedding.logits(hidden)
         return self.output_projection(hidden)
 
-    def new_caches(self, memory: Float[Array, "batch src_len d_model"], *, max_len: int) -> tuple[LayerCache, ...]:
-        """What `decode_step` starts from: room for `max_len` target positions."""
-        return tuple(layer.new_cache(memory, max_len=max_len) for layer in self.decoder.layers)
+    def new_caches(
+        self, memory: Float[Array, "batch src_len d_model"], *, max_len: int, beams: int = 1
+    ) -> tuple[LayerCache, ...]:
+        """What `decode_step` starts from: room for `max_len` target positions of every beam."""
+        return tuple(layer.new_cache(memory, slots=max_len * beams) for layer in self.decoder.layers)
 
     def decode_step(
         self,
-        ids: Int[Array, " batch"],
+        ids: Int[Array, "batch beams"],
         caches: tuple[LayerCache, ...],
         *,
         position: Int[Array, ""],
         src_mask: Bool[Array, "batch src_len"],
-    ) -> tuple[Float[Array, "batch tgt_vocab"], tuple[LayerCache, ...]]:
-        """`decode` for the one position at which `ids` stand: the logits after it, and the caches for the next."""
-        max_len = caches[0].own.key.shape[2]
+        lineage: Int[Array, "batch beams max_len"] | None = None,
+    ) -> tuple[Float[Array, "batch beams tgt_vocab"], tuple[LayerCache, ...]]:
+        """`decode` for the one position at which `ids` stand: the logits after it, and the caches for the next.
+
+        `lineage` says for each beam and earlier position which beam's piece stood there; one beam needs none.
+        """
+        beams = ids.shape[1]
+        max_len = caches[0].own.key.shape[2] // beams
         position_row = jax.lax.dynamic_slice_in_dim(self.tgt_positions(max_len), position, 1)
         past = AttentionMask(causal=True, window=self.config.window)
+        allowed = past.allowed(position[None], jnp.arange(max_len))
+        if lineage is not None:
+            own = lineage.at[:, :, position].set(jnp.arange(beams, dtype=lineage.dtype))
+            descends = own[..., None] == jnp.arange(beams, dtype=lineage.dtype)
+            allowed = (allowed[..., None] & descends[:, None]).reshape(-1, 1, beams, max_len * beams)
         x, caches = self.decoder.step(
-            self.tgt_embedding(ids[:, None]) + position_row,
+            self.tgt_embedding(ids) + position_row,
             caches,
-            position=position,
-            allowed=past.allowed(position[None], jnp.arange(max_len)),
+            slot=position * beams,
+            allowed=allowed,
             memory_allowed=src_mask[:, None, None, :],
         )
-        return self.logits(x)[:, 0], caches
+        return self.logits(x), caches
 
     def _real(
         self, ids: Int[Array, "batch length"], segments: Int[Array, "batch length"] | None

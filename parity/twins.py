@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 import flax_transformer
+from flax_transformer.beam import beam_search as jax_beam_search
 from flax_transformer.decoding import greedy as jax_greedy
 from flax_transformer.parameters import (
     abstract_model,
@@ -35,7 +36,7 @@ from train.sentences import encode_text
 from train.state import TrainState, make_adam, make_clipping, make_optimizer
 from train.step import Arrays, make_update
 from train.translate import TrainedRun, load_run
-from transformer_config import TransformerConfig
+from transformer_config import BeamConfig, TransformerConfig
 
 LABEL_SMOOTHING = 0.1
 """The paper's (5.4)."""
@@ -144,8 +145,17 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
                 in_precision(config, "float64"), optimizer, smoothing=smoothing, start=start
             ),
         ),
-        decode=lambda module, inputs: jax_greedy(module, inputs["src"], max_len=decoded_len(config)),
+        decode=lambda module, inputs: _decoded(module, inputs["src"], beam=decoded_beam(config)),
     )
+
+
+def _decoded(module: flax_transformer.Transformer, src: Any, *, beam: BeamConfig) -> dict[str, Any]:
+    found = jax_beam_search(module, src, config=beam)
+    return {
+        "ids": jax_greedy(module, src, max_len=beam.max_len),
+        "beam_ids": found.ids,
+        "beam_scores": jnp.where(found.lengths > 0, found.scores, 0.0),
+    }
 
 
 def in_precision(config: TransformerConfig, precision: Precision) -> TransformerConfig:
@@ -153,9 +163,10 @@ def in_precision(config: TransformerConfig, precision: Precision) -> Transformer
     return config.replace(dtype=precision, param_dtype="float64" if precision == "float64" else "float32")
 
 
-def decoded_len(config: TransformerConfig) -> int:
-    """Pieces that both decoders may give, as far as the positions reach."""
-    return min(DECODED_LEN, config.sequence_limit or DECODED_LEN)
+def decoded_beam(config: TransformerConfig) -> BeamConfig:
+    """The search that both decoders make, as long as the positions reach."""
+    max_len = min(DECODED_LEN, config.sequence_limit or DECODED_LEN)
+    return BeamConfig(beam_size=3, num_hypotheses=3, max_len=max_len)
 
 
 def random_weights(config: TransformerConfig, *, seed: int) -> dict[str, np.ndarray]:

@@ -8,12 +8,13 @@ import torch
 
 import torch_reference
 from parity.pair import Precision, Side, Training
-from parity.twins import decoded_len, in_precision
+from parity.twins import decoded_beam, in_precision
 from parity.twins_sites import RecordedSites, Sites
 from torch_reference import training as reference_training
+from torch_reference.beam import beam_search as torch_beam_search
 from torch_reference.decoding import greedy as torch_greedy
 from train.config import OptimizerConfig
-from transformer_config import TransformerConfig
+from transformer_config import BeamConfig, TransformerConfig
 
 
 def side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float) -> Side:
@@ -66,8 +67,17 @@ def side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: fl
             step=step,
             parameters=lambda state: dict(state.model.named_parameters()),
         ),
-        decode=lambda module, inputs: torch_greedy(module, inputs["src"], max_len=decoded_len(config)),
+        decode=lambda module, inputs: _decoded(module, inputs["src"], beam=decoded_beam(config)),
     )
+
+
+def _decoded(module: torch_reference.Transformer, src: torch.Tensor, *, beam: BeamConfig) -> dict[str, torch.Tensor]:
+    found = torch_beam_search(module, src, config=beam)
+    return {
+        "ids": torch_greedy(module, src, max_len=beam.max_len),
+        "beam_ids": found.ids,
+        "beam_scores": found.scores.masked_fill(found.lengths == 0, 0.0),
+    }
 
 
 def initial_weights(config: TransformerConfig, *, seed: int) -> dict[str, np.ndarray]:

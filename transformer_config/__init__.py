@@ -7,5 +7,6 @@ from transformer_config.config import (
     UNK_ID,
     TransformerConfig,
 )
+from transformer_config.decoding import BeamConfig
 
-__all__ = ["BOS_ID", "EOS_ID", "PAD_ID", "UNK_ID", "TransformerConfig"]
+__all__ = ["BOS_ID", "EOS_ID", "PAD_ID", "UNK_ID", "BeamConfig", "TransformerConfig"]

@@ -38,8 +38,8 @@ def _of_other_source(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _cache_position(original: Method) -> Method:
-    def step(self: Any, x: Any, cache: Any, *, position: Any, **kwargs: Any) -> Any:
-        return original(self, x, cache, position=jnp.maximum(position - 1, 0), **kwargs)
+    def step(self: Any, x: Any, cache: Any, *, slot: Any, **kwargs: Any) -> Any:
+        return original(self, x, cache, slot=jnp.maximum(slot - x.shape[1], 0), **kwargs)
 
     return step
 
@@ -47,6 +47,13 @@ def _cache_position(original: Method) -> Method:
 def _sees_empty_places(original: Method) -> Method:
     def step(self: Any, x: Any, cache: Any, *, allowed: Any, **kwargs: Any) -> Any:
         return original(self, x, cache, allowed=jnp.ones_like(allowed), **kwargs)
+
+    return step
+
+
+def _sees_other_beams(original: Method) -> Method:
+    def step(self: Any, x: Any, cache: Any, *, allowed: Any, **kwargs: Any) -> Any:
+        return original(self, x, cache, allowed=allowed.any(axis=2, keepdims=True), **kwargs)
 
     return step
 
@@ -102,6 +109,7 @@ KINDS: tuple[Kind, ...] = (
     in_side("source read backwards", "as some models are trained", DECODING, _of_other_source(lambda s: s[:, ::-1])),
     _step("cache written one place early", "the newest overwrites the one before", _cache_position),
     _step("cache read too far", "empty places are attended to", _sees_empty_places),
+    _step("other beams read", "a beam reads what others have written at earlier positions", _sees_other_beams),
     _step("padding of the source decoded", "the memory's mask is not used", _sees_padding),
     in_method(
         "decoding position late",

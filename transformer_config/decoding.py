@@ -1,0 +1,57 @@
+"""How translations are searched for: the facts that both twins' decoders share."""
+
+import dataclasses
+from typing import Literal
+
+LengthPenalty = Literal["none", "length", "gnmt"]
+Stopping = Literal["bound", "transformers", "transformers_early", "transformers_never", "ctranslate2"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamConfig:
+    """Beam search: how wide, how hypotheses of unequal length compare, when a sentence is over, and how long it may be.
+
+    The score of a hypothesis is the sum of its log-probabilities, its end included, divided by a penalty for its
+    length. Lengths count pieces, the end of the sentence included.
+    """
+
+    beam_size: int = 4
+    num_hypotheses: int = 1
+    """The best so many are returned; at most `beam_size`."""
+    length_penalty: LengthPenalty = "length"
+    """`length`: length^alpha; `gnmt`: ((5 + length) / 6)^alpha (Wu et al. 2016, section 7); `none`: 1."""
+    alpha: float = 0.6
+    stopping: Stopping = "bound"
+    """When a sentence is over.
+
+    - `bound`: `num_hypotheses` have ended, and no beam that goes on can still become better than the worst of them,
+      because log-probabilities only fall and the penalty is at most that of the longest that is allowed.
+    - `transformers`, `transformers_early`, `transformers_never`: as `generate` of that library with `early_stopping`
+      False, True and "never".
+    - `ctranslate2`: as CTranslate2's `translate_batch`, which also leaves the end out of lengths.
+
+    What has not ended when `max_len` is reached ranks behind all that has, but for the libraries' rules, in which it
+    ranks by its score.
+    """
+    min_len: int = 0
+    """Pieces before the end may come, at least."""
+    min_len_ratio: float = 0.0
+    """The same, as a share of the source's pieces; the larger of both counts."""
+    max_len: int = 256
+    """Pieces at most, the end included."""
+    max_len_ratio: float | None = None
+    """If set, at most so many pieces for each piece of the source, and ten more; the smaller of both counts."""
+
+    def __post_init__(self) -> None:
+        for name in ("beam_size", "num_hypotheses", "max_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.num_hypotheses > self.beam_size:
+            raise ValueError(f"num_hypotheses: expected at most beam_size={self.beam_size}, got {self.num_hypotheses}")
+        for name in ("alpha", "min_len", "min_len_ratio"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}: expected at least 0, got {getattr(self, name)}")
+        if self.min_len >= self.max_len:
+            raise ValueError(f"min_len: expected less than max_len={self.max_len}, got {self.min_len}")
+        if self.max_len_ratio is not None and not 0.0 < self.max_len_ratio < float("inf"):
+            raise ValueError(f"max_len_ratio: expected more than 0, got {self.max_len_ratio}")
