@@ -11,31 +11,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from flax_transformer.hypotheses import Hypotheses, allowed_logits, length_limits
 from flax_transformer.layers import LayerCache
 from flax_transformer.masks import padding_mask
 from flax_transformer.primitives import wide
 from flax_transformer.transformer import Transformer
 from transformer_config import BeamConfig
 
-EXTRA_PIECES = 10
-"""What a sentence may have beyond `max_len_ratio` times the pieces of its source."""
 CHUNK = 64
 """Neighbouring classes of which only the largest is looked at first when the best of all are sought."""
-
-
-class Hypotheses(NamedTuple):
-    """Translations of each sentence, the best first."""
-
-    ids: Int[Array, "batch hypotheses max_len"]
-    """Without bos_id; with eos_id where the hypothesis ended, and pad_id from there on."""
-    scores: Float[Array, "batch hypotheses"]
-    """`log_probs` over the penalty for length: what hypotheses are ranked by. -inf where there is none."""
-    log_probs: Float[Array, "batch hypotheses"]
-    """Sum of the pieces' log-probabilities, the end included."""
-    lengths: Int[Array, "batch hypotheses"]
-    """Pieces, the end included; 0 where there is no hypothesis."""
-    ended: Bool[Array, "batch hypotheses"]
-    """False for what was cut at the limit on length."""
 
 
 class _Alive(NamedTuple):
@@ -77,7 +61,7 @@ def beam_search(model: Transformer, src: Int[Array, "batch src_len"], *, config:
     Raises ValueError for a `max_len` beyond a learned position table.
     """
     src_mask = padding_mask(src, pad_id=model.config.pad_id)
-    least, limit = _length_limits(config, src_mask.sum(axis=-1))
+    least, limit = length_limits(config, src_mask.sum(axis=-1))
     memory = model.encode(src, src_mask=src_mask)
 
     def go_on(state: _State) -> Bool[Array, ""]:
@@ -101,18 +85,6 @@ def beam_search(model: Transformer, src: Int[Array, "batch src_len"], *, config:
     start = _start(model, config, src, memory)._replace(done=~src_mask.any(axis=-1))
     pool = jax.lax.while_loop(go_on, step, start).pool
     return jax.tree.map(lambda array: array[:, : config.num_hypotheses], pool)
-
-
-def _length_limits(
-    config: BeamConfig, src_lengths: Int[Array, " batch"]
-) -> tuple[Int[Array, " batch"], Int[Array, " batch"]]:
-    """Pieces that must come before the end, and pieces that may come at most."""
-    limit = jnp.full_like(src_lengths, config.max_len)
-    if config.max_len_ratio is not None:
-        relative = jnp.floor(config.max_len_ratio * src_lengths).astype(limit.dtype) + EXTRA_PIECES
-        limit = jnp.minimum(limit, relative)
-    least = jnp.ceil(config.min_len_ratio * src_lengths).astype(limit.dtype)
-    return jnp.minimum(jnp.maximum(least, config.min_len), limit - 1), limit
 
 
 def _start(model: Transformer, config: BeamConfig, src: Array, memory: Array) -> _State:
@@ -149,14 +121,10 @@ def _best_continuations(
     may_end: Bool[Array, " batch"],
 ) -> _Candidates:
     """The best 2·beams of all beams and pieces; of equals the one of the better beam, then the one of the lower id."""
-    config = model.config
     batch, beams, vocab = logits.shape
     logits = wide(logits)
     normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    never = jnp.array(sorted({config.pad_id, config.bos_id} - {config.eos_id}), jnp.int32)
-    logits = logits.at[..., never].set(-jnp.inf)
-    end = logits[..., config.eos_id]
-    logits = logits.at[..., config.eos_id].set(jnp.where(may_end[:, None], end, -jnp.inf))
+    logits = allowed_logits(logits, model.config, may_end=may_end)
     of_each = min(2 * beams, vocab)
     values, tokens = top_k(logits, of_each)
     totals = (log_probs[..., None] + (values - normaliser)).reshape(batch, -1)

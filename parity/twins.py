@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 import flax_transformer
-from flax_transformer.beam import beam_search as jax_beam_search
+from flax_transformer.decoding import beam_search as jax_beam_search
 from flax_transformer.decoding import greedy as jax_greedy
 from flax_transformer.parameters import (
     abstract_model,
@@ -36,7 +36,7 @@ from train.sentences import encode_text
 from train.state import TrainState, make_adam, make_clipping, make_optimizer
 from train.step import Arrays, make_update
 from train.translate import TrainedRun, load_run
-from transformer_config import BeamConfig, TransformerConfig
+from transformer_config import BeamConfig, LengthConfig, TransformerConfig
 
 LABEL_SMOOTHING = 0.1
 """The paper's (5.4)."""
@@ -152,7 +152,7 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
 def _decoded(module: flax_transformer.Transformer, src: Any, *, beam: BeamConfig) -> dict[str, Any]:
     found = jax_beam_search(module, src, config=beam)
     return {
-        "ids": jax_greedy(module, src, max_len=beam.max_len),
+        "ids": jax_greedy(module, src, config=LengthConfig(max_len=beam.max_len)).ids[:, 0],
         "beam_ids": found.ids,
         "beam_scores": jnp.where(found.lengths > 0, found.scores, 0.0),
     }

@@ -1,4 +1,4 @@
-"""The command line: `python -m train run PRESET`, `translate`, `average`, `plot`.
+"""The command line: `python -m train run PRESET`, `translate`, `average`, `plot`, `attention`.
 
 Exit status 0: done; 1: it failed; 2: wrong usage; 3: a signal stopped a run, which has saved, so that the same command
 continues it; 130: interrupted before it could.
@@ -16,6 +16,7 @@ import tyro
 
 from train.config import TrainConfig
 from train.presets import PRESETS
+from train.search import DEFAULT_SEARCH, SearchOptions
 
 # Only light modules above: `--help` must not wait for jax.
 
@@ -57,16 +58,31 @@ def run(config: Annotated[Preset, tyro.conf.arg(name="")]) -> int:
     return 0
 
 
-def translate(*, run: Path, batch_size: int | None = None) -> int:
+def translate(
+    *,
+    run: Path,
+    options: Annotated[SearchOptions, tyro.conf.arg(name="")] = DEFAULT_SEARCH,
+    batch_size: int | None = None,
+    average_last: int | None = None,
+    ema: bool = False,
+    num_devices: int | None = None,
+) -> int:
     """Read lines from standard input, write their translations to standard output, one a line.
+
+    With --nbest above 1: number of the line from 0 ||| translation ||| score. Exit status 1 if a line was too long.
 
     Args:
         run: Folder of a training run.
+        options: How translations are looked for.
         batch_size: Sentences decoded together; by default the run's evaluation.batch_size.
+        average_last: Translate with the average of so many of the newest checkpoints.
+        ema: Translate with the moving average, which a run with optimizer.ema_decay has; this is also the default.
+        num_devices: Devices to share out the sentences to; by default all there are.
     """
-    from train.translate import translate_stream
+    from train.translate import load_run, translate_stream
 
-    return translate_stream(run, sys.stdin.buffer, sys.stdout, batch_size=batch_size)
+    trained = load_run(run, average_last=average_last, ema=ema, num_devices=num_devices)
+    return translate_stream(trained.with_batch_size(batch_size), sys.stdin.buffer, sys.stdout, options=options)
 
 
 def average(run: tyro.conf.Positional[Path], /, *, output: Path, last: int = 5, ema: bool = False) -> int:
@@ -99,6 +115,23 @@ def plot(runs: tyro.conf.Positional[tuple[Path, ...]], /, *, output: Path | None
     return 0
 
 
+def attention(
+    sentence: tyro.conf.Positional[str], /, *, run: Path, translation: str | None = None, output: Path | None = None
+) -> int:
+    """Draw which pieces a run's model attends to in a sentence: every layer and head, as figures and as a page.
+
+    Args:
+        sentence: In the language that the run translates from.
+        run: Folder of a training run.
+        translation: What the decoder reads; by default what the model itself writes, greedily.
+        output: Folder to write; it must not exist. By default `attention` in the run's folder.
+    """
+    from train.attention_page import write_attention
+
+    print(write_attention(run, sentence, translation=translation, output=output))
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line and runs the command."""
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
@@ -108,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         return tyro.extras.subcommand_cli_from_dict(
-            {"run": run, "translate": translate, "average": average, "plot": plot},
+            {"run": run, "translate": translate, "average": average, "plot": plot, "attention": attention},
             prog="python -m train",
             args=arguments,
         )

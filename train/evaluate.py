@@ -1,24 +1,18 @@
-"""What is measured on held-out text: loss over every token, and greedy translations scored as text."""
+"""What is measured on held-out text: loss over every token, and translations scored as text."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
 import sacrebleu
 from jaxtyping import Array
 
-from flax_transformer.transformer import check_ids
-from train.batching import BatchPlan, decode_batches, decoding_lengths
-from train.compilation import Compiled
-from train.config import TrainConfig
+from train.batching import BatchPlan
 from train.parallel import Devices
 from train.step import EvaluationStep
-from train.tokenizer import Tokenizer
-from transformer_config import EOS_ID
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,15 +54,6 @@ class Scores:
     chrf_signature: str
     exact_match: float
     """Share of sentences that equal their reference, 0 to 1."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Translations:
-    """Translated lines in the order of their sources."""
-
-    lines: tuple[str, ...]
-    unfinished: tuple[int, ...]
-    """Which of them reached the limit on length before their end."""
 
 
 def held_out_loss(
@@ -117,55 +102,3 @@ def score(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
         chrf_signature=str(chrf.get_signature()),
         exact_match=exact,
     )
-
-
-class Translator:
-    """Greedy translation of lines with one set of parameters; keeps what it has compiled."""
-
-    def __init__(self, config: TrainConfig, tokenizer: Tokenizer, devices: Devices):
-        self._devices = devices
-        self._config = config
-        self._tokenizer = tokenizer
-        self._compiled: dict[int, Compiled[..., Any]] = {}
-        self._longest = 0
-
-    @property
-    def compilations(self) -> int:
-        """How often decoding was compiled: once for every padded source length."""
-        return sum(compiled.compilations for compiled in self._compiled.values())
-
-    @property
-    def max_compilations(self) -> int:
-        """The most there can be for sources as long as the longest so far: one for each of its `decoding_lengths`."""
-        return len(decoding_lengths(self._longest))
-
-    def translate(self, params: dict[str, Array], lines: Sequence[str]) -> Translations:
-        """Translates `lines`; an empty one stays empty. Raises ValueError for lines too long for the model."""
-        encoded = [[*ids, EOS_ID] for ids in self._tokenizer.encode([line.strip() for line in lines])]
-        full = [i for i, ids in enumerate(encoded) if len(ids) > 1]
-        self._longest = max([self._longest, *map(len, encoded)])
-        output: list[list[int]] = [[] for _ in encoded]
-        unfinished = []
-        batches = decode_batches(
-            [encoded[i] for i in full],
-            batch_size=self._config.evaluation.batch_size,
-            max_len=self._config.model.sequence_limit,
-        )
-        for indices, src in batches:
-            check_ids(src, name="src", vocab_size=self._config.model.src_vocab_size)
-            rows = np.asarray(self._decoder(src.shape[1])(params, self._devices.place_sources(src)))
-            for index, row in zip(indices, rows, strict=True):
-                if index >= 0:
-                    output[full[index]] = row.tolist()
-                    if EOS_ID not in row:
-                        unfinished.append(full[index])
-        return Translations(lines=tuple(self._tokenizer.decode(output)), unfinished=tuple(sorted(unfinished)))
-
-    def _decoder(self, src_len: int) -> Compiled[..., Any]:
-        # Room to grow with the source; the loop ends when all sentences have, so room that is not used costs little.
-        limit = self._config.model.sequence_limit
-        max_len = max(self._config.evaluation.max_decode_len, 2 * src_len)
-        max_len = max_len if limit is None else min(max_len, limit)
-        if max_len not in self._compiled:
-            self._compiled[max_len] = self._devices.compile_greedy(self._config.model, max_len=max_len)
-        return self._compiled[max_len]

@@ -17,7 +17,7 @@ from train.checkpoint import Checkpoints, RunRecord
 from train.config import TrainConfig
 from train.corpus import ParallelText
 from train.display import TrainingProgress, compiling, show_run, show_scores, show_translations
-from train.evaluate import HeldOutLoss, Scores, Translator, held_out_loss, score
+from train.evaluate import HeldOutLoss, Scores, held_out_loss, score
 from train.flops import matmul_flops
 from train.journal import Journal, evaluations_since_best
 from train.parallel import Devices, any_process, is_main_process
@@ -29,6 +29,7 @@ from train.state import TrainState, initial_state
 from train.step import Arrays, StepMetrics
 from train.throughput import Throughput
 from train.timetable import Timetable
+from train.translator import Translator
 
 ASK_EVERY = 10
 """Steps after which several processes ask each other whether one was told to stop."""

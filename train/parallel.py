@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from flax_transformer import Packing
-from flax_transformer.decoding import greedy
+from flax_transformer.decoding import Hypotheses, beam_search, greedy, sample
 from flax_transformer.parameters import abstract_model, with_parameters
 from flax_transformer.transformer import check_ids
 from train.batching import Batch, Bucket
@@ -28,7 +28,7 @@ from train.compilation import Compiled
 from train.config import ParallelConfig, TrainConfig
 from train.state import TrainState
 from train.step import Across, Arrays, make_evaluation_step, make_train_step
-from transformer_config import TransformerConfig
+from transformer_config import BeamConfig, LengthConfig, SamplingConfig, TransformerConfig
 
 ROWS = ("data", "fsdp")
 """Mesh axes over which the rows of a batch are spread: all there are."""
@@ -157,7 +157,7 @@ class Devices:
         return jax.tree.map(_first_copy, state) if self.pmapped else state
 
     def inference_params(self, state: TrainState) -> dict[str, Array]:
-        """What is evaluated, as `compile_evaluation_step` and `compile_greedy` take it."""
+        """What is evaluated, as `compile_evaluation_step` and `compile_decoding` take it."""
         params = state.inference_params
         return self.place_params(jax.tree.map(_first_copy, params)) if self.pmapped else params
 
@@ -263,17 +263,25 @@ class Devices:
         step = make_evaluation_step(config, tokens_at_once=self._tokens_at_once)
         return Compiled(jax.jit(step, out_shardings=self._whole))
 
-    def compile_greedy(self, config: TransformerConfig, *, max_len: int) -> Compiled[..., Any]:
-        """Greedy decoding: (params, src) -> ids. Whoever calls it has checked the ids."""
+    def compile_decoding(self, config: TransformerConfig, search: LengthConfig, *, seed: int = 0) -> Compiled[..., Any]:
+        """Decoding: (params, src, numbers of the sentences) -> `Hypotheses`. Whoever calls it has checked the ids."""
         model = abstract_model(config)
 
-        def decode(params: dict[str, Array], src: Int[Array, "batch src_len"]) -> Int[Array, "batch max_len"]:
-            return greedy(with_parameters(model, params), src, max_len=max_len)
+        def decode(
+            params: dict[str, Array], src: Int[Array, "batch src_len"], numbers: Int[Array, " batch"]
+        ) -> Hypotheses:
+            module = with_parameters(model, params)
+            if isinstance(search, BeamConfig):
+                return beam_search(module, src, config=search)
+            if isinstance(search, SamplingConfig):
+                keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(numbers)
+                return sample(module, src, keys=keys, config=search)
+            return greedy(module, src, config=search)
 
         return Compiled(jax.jit(decode, out_shardings=self._whole))
 
-    def place_sources(self, src: Int[np.ndarray, "batch src_len"]) -> Int[Array, "batch src_len"]:
-        """Rows to decode, spread over the devices if they can be shared out evenly."""
+    def place_sources(self, src: Int[np.ndarray, "batch ..."]) -> Int[Array, "batch ..."]:
+        """Rows to decode, or their numbers, spread over the devices if they can be shared out evenly."""
         even = src.shape[0] % len(self.devices) == 0
         return _placed(src, NamedSharding(self.mesh, PartitionSpec(ROWS if even else None)))
 

@@ -7,6 +7,6 @@ from transformer_config.config import (
     UNK_ID,
     TransformerConfig,
 )
-from transformer_config.decoding import BeamConfig
+from transformer_config.decoding import BeamConfig, LengthConfig, SamplingConfig
 
-__all__ = ["BOS_ID", "EOS_ID", "PAD_ID", "UNK_ID", "BeamConfig", "TransformerConfig"]
+__all__ = ["BOS_ID", "EOS_ID", "PAD_ID", "UNK_ID", "BeamConfig", "LengthConfig", "SamplingConfig", "TransformerConfig"]

@@ -8,8 +8,30 @@ Stopping = Literal["bound", "transformers", "transformers_early", "transformers_
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BeamConfig:
-    """Beam search: how wide, how hypotheses of unequal length compare, when a sentence is over, and how long it may be.
+class LengthConfig:
+    """How long a translation must and may be, in pieces."""
+
+    min_len: int = 0
+    """Pieces before the end may come, at least."""
+    min_len_ratio: float = 0.0
+    """The same, as a share of the source's pieces; the larger of both counts."""
+    max_len: int = 256
+    """Pieces at most, the end included."""
+    max_len_ratio: float | None = None
+    """If set, at most so many pieces for each piece of the source, and ten more; the smaller of both counts."""
+
+    def __post_init__(self) -> None:
+        _expect_at_least(self, 1, "max_len")
+        _expect_at_least(self, 0, "min_len", "min_len_ratio")
+        if self.min_len >= self.max_len:
+            raise ValueError(f"min_len: expected less than max_len={self.max_len}, got {self.min_len}")
+        if self.max_len_ratio is not None and not 0.0 < self.max_len_ratio < float("inf"):
+            raise ValueError(f"max_len_ratio: expected more than 0, got {self.max_len_ratio}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamConfig(LengthConfig):
+    """Beam search: how wide, how hypotheses of unequal length compare, and when a sentence is over.
 
     The score of a hypothesis is the sum of its log-probabilities, its end included, divided by a penalty for its
     length. Lengths count pieces, the end of the sentence included.
@@ -33,25 +55,38 @@ class BeamConfig:
     What has not ended when `max_len` is reached ranks behind all that has, but for the libraries' rules, in which it
     ranks by its score.
     """
-    min_len: int = 0
-    """Pieces before the end may come, at least."""
-    min_len_ratio: float = 0.0
-    """The same, as a share of the source's pieces; the larger of both counts."""
-    max_len: int = 256
-    """Pieces at most, the end included."""
-    max_len_ratio: float | None = None
-    """If set, at most so many pieces for each piece of the source, and ten more; the smaller of both counts."""
 
     def __post_init__(self) -> None:
-        for name in ("beam_size", "num_hypotheses", "max_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        super().__post_init__()
+        _expect_at_least(self, 1, "beam_size", "num_hypotheses")
+        _expect_at_least(self, 0, "alpha")
         if self.num_hypotheses > self.beam_size:
             raise ValueError(f"num_hypotheses: expected at most beam_size={self.beam_size}, got {self.num_hypotheses}")
-        for name in ("alpha", "min_len", "min_len_ratio"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}: expected at least 0, got {getattr(self, name)}")
-        if self.min_len >= self.max_len:
-            raise ValueError(f"min_len: expected less than max_len={self.max_len}, got {self.min_len}")
-        if self.max_len_ratio is not None and not 0.0 < self.max_len_ratio < float("inf"):
-            raise ValueError(f"max_len_ratio: expected more than 0, got {self.max_len_ratio}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingConfig(LengthConfig):
+    """Sampling: pieces drawn from the model's distribution, narrowed or not."""
+
+    num_samples: int = 1
+    """Translations of each sentence."""
+    temperature: float = 1.0
+    """Logits are divided by it: below 1 the likely becomes likelier."""
+    top_k: int | None = None
+    """If set, drawn from the likeliest so many pieces."""
+    top_p: float | None = None
+    """If set, drawn from the fewest pieces that together are at least so likely (Holtzman et al. 2020)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _expect_at_least(self, 1, "num_samples", *([] if self.top_k is None else ["top_k"]))
+        if not 0.0 < self.temperature < float("inf"):
+            raise ValueError(f"temperature: expected more than 0, got {self.temperature}")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p: expected a share in (0, 1], got {self.top_p}")
+
+
+def _expect_at_least(config: LengthConfig, least: int, *names: str) -> None:
+    for name in names:
+        if not least <= getattr(config, name) < float("inf"):
+            raise ValueError(f"{name}: expected at least {least}, got {getattr(config, name)}")

@@ -7,6 +7,7 @@ import pytest
 
 from flax_transformer.decoding import greedy
 from flax_transformer.parameters import abstract_model, parameters, with_parameters
+from transformer_config import LengthConfig
 
 MAX_LEN = 12
 
@@ -14,7 +15,9 @@ MAX_LEN = 12
 @functools.cache
 def compiled(config, max_len):
     model = abstract_model(config)
-    return jax.jit(lambda params, src: greedy(with_parameters(model, params), src, max_len=max_len))
+    return jax.jit(
+        lambda params, src: greedy(with_parameters(model, params), src, config=LengthConfig(max_len=max_len)).ids[:, 0]
+    )
 
 
 def decode(model, src, *, max_len=MAX_LEN):
@@ -123,7 +126,7 @@ def test_one_compilation_for_any_content(ending):
     @jax.jit
     def run(params, src):
         traces.append(1)
-        return greedy(with_parameters(model, params), src, max_len=MAX_LEN)
+        return greedy(with_parameters(model, params), src, config=LengthConfig(max_len=MAX_LEN)).ids[:, 0]
 
     outputs = [np.asarray(run(parameters(model), sources(seed))) for seed in range(4)]
     assert len(traces) == 1

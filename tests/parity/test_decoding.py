@@ -12,7 +12,7 @@ import torch_reference.decoding
 from flax_transformer.parameters import abstract_model, with_parameters
 from parity.twins import random_weights
 from parity.weights.twins import twin_mapping
-from transformer_config import TransformerConfig
+from transformer_config import LengthConfig, TransformerConfig
 
 MAX_LEN = 9
 ONE_LAYER = {"num_encoder_layers": 1, "num_decoder_layers": 1}
@@ -69,7 +69,8 @@ def flax_greedy(config: TransformerConfig, src: np.ndarray, *, max_len: int) -> 
 
     @jax.jit
     def run(params, src):
-        return flax_transformer.decoding.greedy(with_parameters(module, params), src, max_len=max_len)
+        length = LengthConfig(max_len=max_len)
+        return flax_transformer.decoding.greedy(with_parameters(module, params), src, config=length).ids[:, 0]
 
     return np.asarray(run(params, src))
 

@@ -54,7 +54,7 @@ def train(config: TrainConfig) -> tuple[RunResult, str]:
     """The result, and what the terminal showed. Programs that an earlier run has compiled here are taken again."""
     console = Console(record=True, width=160, file=io.StringIO())
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("compile_train_step", "compile_evaluation_step", "compile_greedy"):
+        for name in ("compile_train_step", "compile_evaluation_step", "compile_decoding"):
             patch.setattr(Devices, name, _remembering(getattr(Devices, name)))
         return run(config, console=console), console.export_text()
 
@@ -63,14 +63,14 @@ _compiled: dict[Any, Any] = {}
 
 
 def _remembering(compile_step: Callable[..., Any]) -> Callable[..., Any]:
-    def remembered(devices: Devices, config: Any, **options: Any) -> Any:
+    def remembered(devices: Devices, config: Any, *others: Any, **options: Any) -> Any:
         facts = config
         if isinstance(config, TrainConfig):
             facts = (config.model, config.optimizer, config.label_smoothing, config.seed)
         where = (str(devices), tuple(devices.devices), devices.micro_batches)
-        key = (compile_step.__name__, where, facts, tuple(options.items()))
+        key = (compile_step.__name__, where, facts, others, tuple(options.items()))
         if key not in _compiled:
-            _compiled[key] = compile_step(devices, config, **options)
+            _compiled[key] = compile_step(devices, config, *others, **options)
         return _compiled[key]
 
     return remembered

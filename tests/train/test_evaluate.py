@@ -11,11 +11,12 @@ from flax_transformer.parameters import abstract_model, initial_parameters, with
 from train.batching import evaluation_batches, plan_buckets
 from train.config import BatchConfig, ParallelConfig
 from train.corpus import load_corpus
-from train.evaluate import HeldOutLoss, Translator, held_out_loss, score
+from train.evaluate import HeldOutLoss, held_out_loss, score
 from train.loss import LossSums
 from train.parallel import Devices
 from train.sentences import encode_text
 from train.tokenizer import Tokenizer
+from train.translator import Translator
 
 DEVICES = Devices(ParallelConfig(num_devices=1))
 

@@ -7,8 +7,9 @@ import pytest
 
 from tests.train.conftest import train
 from train.corpus import load_corpus
-from train.evaluate import Translator
+from train.search import SearchOptions
 from train.translate import load_run, translate_stream
+from train.translator import Translation, Translations, Translator
 
 LINES = ["eins zwei", "", "neun acht sieben", "eins", "  ", "drei \u2028 vier", "sechs"]
 
@@ -21,9 +22,14 @@ def run_dir(tiny_run, tmp_path_factory) -> Path:
     return folder
 
 
-def translate(run_dir: Path, text: bytes, **options) -> list[str]:
+GREEDY = SearchOptions(beam=1, max_len_ratio=None)
+
+
+def translate(run_dir: Path, text: bytes, *, status=0, batch_size=None, num_devices=1, **options) -> list[str]:
+    trained = load_run(run_dir, num_devices=num_devices).with_batch_size(batch_size)
+    search = SearchOptions(**options) if options else GREEDY
     with tempfile.TemporaryFile("w+", encoding="utf-8", newline="") as target:
-        assert translate_stream(run_dir, io.BytesIO(text), target, **options) == 0
+        assert translate_stream(trained, io.BytesIO(text), target, options=search) == status
         target.seek(0)
         written = target.read()
     assert written.endswith("\n") or not text
@@ -37,8 +43,9 @@ def test_lines_keep_their_order_and_number(run_dir, capsys):
     lines = translate(run_dir, "\n".join(LINES).encode() + b"\n")
     assert lines == [line.replace("\n", " ") for line in expected.lines]
     assert lines[1] == lines[4] == ""
-    warnings = capsys.readouterr().err.splitlines()
+    *warnings, summary = capsys.readouterr().err.splitlines()
     assert warnings == [f"warning: line {i + 1}: translation cut at the limit on length" for i in expected.unfinished]
+    assert summary == "7 lines translated with 1 shapes compiled (at most 1)."
 
 
 def test_batch_size_and_line_ends_change_nothing(run_dir, monkeypatch):
@@ -49,13 +56,89 @@ def test_batch_size_and_line_ends_change_nothing(run_dir, monkeypatch):
 
 
 def test_unfinished_lines_are_numbered_over_the_whole_input(run_dir, monkeypatch, capsys):
-    from train.evaluate import Translations
-
     monkeypatch.setattr("train.translate.LINES_AT_ONCE", 2)
-    fake = lambda self, params, lines: Translations(lines=tuple(lines), unfinished=(1,))  # noqa: E731
+
+    def fake(self, params, lines, **options):
+        return Translations(of_lines=tuple((Translation(text=x, score=0.0, ended=x in "ac"),) for x in lines))
+
     monkeypatch.setattr(Translator, "translate", fake)
     assert translate(run_dir, b"a\nb\nc\nd\n") == ["a", "b", "c", "d"]
-    assert [line.split(":")[1] for line in capsys.readouterr().err.splitlines()] == [" line 2", " line 4"]
+    assert [line.split(":")[1] for line in capsys.readouterr().err.splitlines()[:-1]] == [" line 2", " line 4"]
+
+
+def test_lines_that_are_too_long_are_said(run_dir, monkeypatch, capsys):
+    """Neither cut nor lost: an empty line stands for them, and the status says that not all was translated."""
+    monkeypatch.setattr("train.translate.LONGEST_SOURCE", 20)
+    lines = translate(run_dir, b"eins\n" + b"neun " * 40 + b"\nzwei\n", status=1)
+    assert lines[1] == ""
+    assert [lines[0], lines[2]] == translate(run_dir, b"eins\nzwei\n")
+    assert "warning: line 2: not translated, expected at most 20 pieces\n" in capsys.readouterr().err
+
+
+def test_n_best(run_dir):
+    lines = translate(run_dir, b"eins zwei\n\nneun\n", beam=3, nbest=3)
+    numbers, texts, scores = zip(*(line.split(" ||| ") for line in lines), strict=True)
+    assert numbers == tuple("000111222")
+    assert texts[3:6] == ("", "", "")
+    assert len(set(texts[:3])) == 3
+    for start in (0, 6):
+        of_line = [float(score) for score in scores[start : start + 3]]
+        assert of_line == sorted(of_line, reverse=True)
+        assert of_line[0] < 0
+    best = translate(run_dir, b"eins zwei\n\nneun\n", beam=3)
+    assert best == [texts[0], "", texts[6]]
+
+
+@pytest.mark.parametrize("options", [{"beam": 3}, {"sample": True, "nbest": 2, "top_k": 7, "temperature": 0.8}])
+def test_what_stands_beside_a_line_changes_nothing(run_dir, options):
+    """D3: batch size, order, neighbours; for samples, as long as the line has the same number."""
+
+    def translated(lines, **more):
+        """Scores to four digits: float32 products of other sizes may round otherwise."""
+        written = translate(run_dir, "\n".join(lines).encode(), **options, **more)
+        return [line[:-2] if "|||" in line else line for line in written]
+
+    expected = translated(LINES)
+    each = options.get("nbest", 1)
+    assert len(expected) == each * len(LINES)
+    for batch_size in (1, 3):
+        assert translated(LINES, batch_size=batch_size) == expected
+    others = [line if i == 2 else "acht drei fünf eins eins sechs" for i, line in enumerate(LINES)]
+    among_others = translated(others)
+    assert among_others[2 * each : 3 * each] == expected[2 * each : 3 * each]
+
+
+def test_samples(run_dir):
+    def draw(seed, nbest=40, **options):
+        lines = translate(run_dir, b"eins zwei drei\n", sample=True, nbest=nbest, seed=seed, **options)
+        return [line.split(" ||| ")[1] for line in lines]
+
+    assert draw(0) == draw(0)
+    assert draw(0)[:9] == draw(0, nbest=9)
+    assert draw(0) != draw(1)
+    assert len(set(draw(0))) > 20
+    greedy = translate(run_dir, b"eins zwei drei\n", beam=1)
+    assert set(draw(0, top_k=1)) == set(draw(0, top_p=1e-6)) == set(draw(0, temperature=1e-4)) == set(greedy)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.5}, "--temperature: expected only with --sample"),
+        ({"top_p": 0.5}, "--top-p: expected only with --sample"),
+        ({"beam": 2, "nbest": 3}, "num_hypotheses: expected at most beam_size=2, got 3"),
+        ({"beam": 0}, "beam_size: expected at least 1, got 0"),
+        ({"alpha": -1.0}, "alpha: expected at least 0, got -1.0"),
+        ({"sample": True, "temperature": 0.0}, "temperature: expected more than 0, got 0.0"),
+        ({"sample": True, "top_p": 1.5}, r"top_p: expected a share in \(0, 1\], got 1.5"),
+        ({"sample": True, "top_k": 0}, "top_k: expected at least 1, got 0"),
+        ({"min_len": 200}, "min_len: expected less than max_len="),
+        ({"max_len_ratio": 0.0}, "max_len_ratio: expected more than 0, got 0.0"),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        SearchOptions(**options).search(max_len=128)
 
 
 def test_bytes_that_are_no_utf8_name_the_line(run_dir):

@@ -1,0 +1,85 @@
+"""How translations are looked for, as the command line says it. Light: `--help` must not wait for jax."""
+
+import dataclasses
+
+from transformer_config import BeamConfig, LengthConfig, SamplingConfig
+from transformer_config.decoding import LengthPenalty, Stopping
+
+Search = LengthConfig | BeamConfig | SamplingConfig
+"""A plain LengthConfig: greedily."""
+
+
+def translations_of_each(search: Search) -> int:
+    """How many there are of a line."""
+    if isinstance(search, BeamConfig):
+        return search.num_hypotheses
+    return search.num_samples if isinstance(search, SamplingConfig) else 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Beam search by default; greedy with --beam 1; sampling with --sample."""
+
+    beam: int = 4
+    """Beams of a sentence; 1: the likeliest piece again and again."""
+    nbest: int = 1
+    """Translations of each line, the best first; with --sample: drawn so many times."""
+    alpha: float = 0.6
+    """Exponent of the penalty for length, by which scores are divided."""
+    length_penalty: LengthPenalty = "length"
+    """length: pieces^alpha; gnmt: ((5 + pieces) / 6)^alpha."""
+    stopping: Stopping = "bound"
+    """When a sentence is over: when nothing better can come (bound), or as another library has it."""
+    sample: bool = False
+    """Draw pieces from the model's distribution."""
+    temperature: float = 1.0
+    """Of --sample: below 1 the likely becomes likelier."""
+    top_k: int | None = None
+    """Of --sample: from the likeliest so many pieces."""
+    top_p: float | None = None
+    """Of --sample: from the fewest pieces that together are at least so likely."""
+    seed: int = 0
+    """Of --sample. What is drawn for a line depends on it and on the number of the line alone."""
+    min_len: int = 0
+    """Pieces before the end of a translation, at least."""
+    min_len_ratio: float = 0.0
+    """The same, for each piece of the source."""
+    max_len: int | None = None
+    """Pieces of a translation, at most; by default the run's evaluation.max_decode_len, or twice those of the source
+    where that is more."""
+    max_len_ratio: float | None = 2.0
+    """And at most so many for each piece of the source, and ten more."""
+
+    def search(self, *, max_len: int) -> Search:
+        """What is asked for; `max_len` where none is given. Raises ValueError for what cannot be."""
+        only_sampling = {"temperature": 1.0, "top_k": None, "top_p": None}
+        if not self.sample:
+            for name, default in only_sampling.items():
+                if getattr(self, name) != default:
+                    raise ValueError(f"--{name.replace('_', '-')}: expected only with --sample")
+        lengths = LengthConfig(
+            min_len=self.min_len,
+            min_len_ratio=self.min_len_ratio,
+            max_len=self.max_len or max_len,
+            max_len_ratio=self.max_len_ratio,
+        )
+        given = {field.name: getattr(lengths, field.name) for field in dataclasses.fields(lengths)}
+        if self.sample:
+            return SamplingConfig(
+                **given,
+                num_samples=self.nbest,
+                **{name: getattr(self, name) for name in only_sampling},
+            )
+        if self.beam == 1 and self.nbest == 1:
+            return lengths
+        return BeamConfig(
+            **given,
+            beam_size=self.beam,
+            num_hypotheses=self.nbest,
+            length_penalty=self.length_penalty,
+            alpha=self.alpha,
+            stopping=self.stopping,
+        )
+
+
+DEFAULT_SEARCH = SearchOptions()
