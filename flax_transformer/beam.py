@@ -1,9 +1,6 @@
-"""Beam search: one jittable loop over static buffers, with a cache of keys and values that is never moved.
+"""Beam search (Wu et al. 2016, section 7): what becomes of a sentence's beams when the next logits are there."""
 
-The pieces of all beams at one position stand beside each other in the cache. When a beam continues another, nothing is
-copied: its lineage, which beam it was at each earlier position, becomes the mask with which it reads the cache.
-"""
-
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -11,34 +8,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_transformer.hypotheses import Hypotheses, allowed_logits, length_limits
-from flax_transformer.layers import LayerCache
-from flax_transformer.masks import padding_mask
+from flax_transformer.hypotheses import Hypotheses, allowed_logits, at_position, length_limits, nothing_found
 from flax_transformer.primitives import wide
-from flax_transformer.transformer import Transformer
-from transformer_config import BeamConfig
+from transformer_config import BeamConfig, TransformerConfig
 
 CHUNK = 64
 """Neighbouring classes of which only the largest is looked at first when the best of all are sought."""
 
 
-class _Alive(NamedTuple):
-    """The beams that go on, the best first."""
+class BeamState(NamedTuple):
+    """What a sentence has found, and the beams that go on, the best first."""
 
     ids: Int[Array, "batch beams max_len"]
     log_probs: Float[Array, "batch beams"]
     last: Int[Array, "batch beams"]
-    lineage: Int[Array, "batch beams max_len"]
-
-
-class _State(NamedTuple):
-    length: Int[Array, ""]
-    alive: _Alive
+    length: Int[Array, " batch"]
+    """Pieces so far."""
+    least: Int[Array, " batch"]
+    limit: Int[Array, " batch"]
     pool: Hypotheses
     top_ended: Bool[Array, " batch"]
     """Whether the best candidate of some step was an end."""
     done: Bool[Array, " batch"]
-    caches: tuple[LayerCache, ...]
 
 
 class _Candidates(NamedTuple):
@@ -50,86 +41,125 @@ class _Candidates(NamedTuple):
     tokens: Int[Array, "batch candidates"]
 
 
-def beam_search(model: Transformer, src: Int[Array, "batch src_len"], *, config: BeamConfig) -> Hypotheses:
-    """The likeliest translations that a beam finds (Wu et al. 2016, section 7), `config.num_hypotheses` a sentence.
+@dataclasses.dataclass(frozen=True)
+class BeamSearch:
+    """In each step the best 2·beam_size continuations of a sentence's beams are looked at: those that end among the
+    first beam_size are finished and kept apart (D1, D2), the best beam_size that do not end go on."""
 
-    In each step the best 2·beam_size continuations of a sentence's beams are looked at: those that end among the first
-    beam_size are finished and kept apart, the best beam_size that do not end go on. pad_id and bos_id are never chosen,
-    unless eos_id is the same. A row of the batch that is all padding is over at once, without a hypothesis. The result
-    of a sentence does not depend on its neighbours.
+    config: BeamConfig
+    model: TransformerConfig
 
-    Raises ValueError for a `max_len` beyond a learned position table.
-    """
-    src_mask = padding_mask(src, pad_id=model.config.pad_id)
-    least, limit = length_limits(config, src_mask.sum(axis=-1))
-    memory = model.encode(src, src_mask=src_mask)
+    @property
+    def beams(self) -> int:
+        """Beams of a sentence."""
+        return self.config.beam_size
 
-    def go_on(state: _State) -> Bool[Array, ""]:
-        return (state.length < config.max_len) & ~state.done.all()
-
-    def step(state: _State) -> _State:
-        logits, caches = model.decode_step(
-            state.alive.last, state.caches, position=state.length, src_mask=src_mask, lineage=state.alive.lineage
-        )
-        best = _best_continuations(model, logits, state.alive.log_probs, may_end=state.length >= least)
-        ends = best.tokens == model.config.eos_id
-        length = state.length + 1
-        top = jnp.arange(best.tokens.shape[1]) < config.beam_size
-        finished = top & (ends | (length >= limit)[:, None]) & (best.log_probs > -jnp.inf) & ~state.done[:, None]
-        pool = _merged(config, state.pool, _hypotheses(config, state.alive, best, ends, length), finished)
-        alive = _going_on(config, state.alive, best, ends, state.length)
-        top_ended = state.top_ended | ends[:, 0]
-        over = (length >= limit) | _is_over(config, alive, pool, top_ended, length, limit)
-        return _State(length, alive, pool, top_ended, state.done | over, caches)
-
-    start = _start(model, config, src, memory)._replace(done=~src_mask.any(axis=-1))
-    pool = jax.lax.while_loop(go_on, step, start).pool
-    return jax.tree.map(lambda array: array[:, : config.num_hypotheses], pool)
-
-
-def _start(model: Transformer, config: BeamConfig, src: Array, memory: Array) -> _State:
-    batch, beams = src.shape[0], config.beam_size
-    ids = jnp.full((batch, beams, config.max_len), model.config.pad_id, src.dtype)
-    nothing = jnp.full((batch, beams), -jnp.inf, wide(memory[0, 0]).dtype)
-    return _State(
-        length=jnp.zeros((), jnp.int32),
-        alive=_Alive(
-            ids=ids,
+    def start(self, src_lengths: Int[Array, " batch"], _numbers: Int[Array, " batch"], dtype: jnp.dtype) -> BeamState:
+        """Before the first piece. A source without pieces is done."""
+        shape = (src_lengths.shape[0], self.beams)
+        least, limit = length_limits(self.config, src_lengths)
+        pool = nothing_found(shape, self.config, self.model, dtype)
+        return BeamState(
+            ids=pool.ids,
             # One beam to begin with: equal ones would stay equal.
-            log_probs=nothing.at[:, 0].set(0.0),
-            last=jnp.full((batch, beams), model.config.bos_id, src.dtype),
-            lineage=jnp.zeros((batch, beams, config.max_len), jnp.int32),
-        ),
-        pool=Hypotheses(
-            ids=ids,
-            scores=nothing,
-            log_probs=nothing,
-            lengths=jnp.zeros((batch, beams), jnp.int32),
-            ended=jnp.zeros((batch, beams), bool),
-        ),
-        top_ended=jnp.zeros(batch, bool),
-        done=jnp.zeros(batch, bool),
-        caches=model.new_caches(memory, max_len=config.max_len, beams=beams),
-    )
+            log_probs=pool.scores.at[:, 0].set(0.0),
+            last=jnp.full(shape, self.model.bos_id, jnp.int32),
+            length=jnp.zeros_like(src_lengths),
+            least=least,
+            limit=limit,
+            pool=pool,
+            top_ended=jnp.zeros(shape[:1], bool),
+            done=src_lengths == 0,
+        )
 
+    def advance(
+        self, state: BeamState, logits: Float[Array, "batch beams vocab"]
+    ) -> tuple[BeamState, Int[Array, "batch beams"]]:
+        """After one more piece, and which beam each of the beams that go on continues. What is done stays as it is."""
+        best = self._best_continuations(state, wide(logits))
+        ends = best.tokens == self.model.eos_id
+        length = state.length + 1
+        top = jnp.arange(best.tokens.shape[1]) < self.beams
+        finished = top & (ends | (length >= state.limit)[:, None]) & (best.log_probs > -jnp.inf) & ~state.done[:, None]
+        pool = self._merged(state.pool, self._hypotheses(state, best, ends), finished)
+        log_probs, places = jax.lax.top_k(jnp.where(ends, -jnp.inf, best.log_probs), self.beams)
+        chosen = _Candidates(log_probs, _taken(best.beams, places), _taken(best.tokens, places))
+        after = BeamState(
+            ids=_continued(state.ids, chosen, state.length),
+            log_probs=log_probs,
+            last=chosen.tokens,
+            length=jnp.where(state.done, state.length, length),
+            least=state.least,
+            limit=state.limit,
+            pool=pool,
+            top_ended=state.top_ended | ends[:, 0],
+            done=state.done | (length >= state.limit),
+        )
+        return after._replace(done=after.done | self._is_over(after)), chosen.beams
 
-def _best_continuations(
-    model: Transformer,
-    logits: Float[Array, "batch beams vocab"],
-    log_probs: Float[Array, "batch beams"],
-    *,
-    may_end: Bool[Array, " batch"],
-) -> _Candidates:
-    """The best 2·beams of all beams and pieces; of equals the one of the better beam, then the one of the lower id."""
-    batch, beams, vocab = logits.shape
-    logits = wide(logits)
-    normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    logits = allowed_logits(logits, model.config, may_end=may_end)
-    of_each = min(2 * beams, vocab)
-    values, tokens = top_k(logits, of_each)
-    totals = (log_probs[..., None] + (values - normaliser)).reshape(batch, -1)
-    best, places = jax.lax.top_k(totals, 2 * beams)
-    return _Candidates(best, places // of_each, _taken(tokens.reshape(batch, -1), places))
+    def found(self, state: BeamState) -> Hypotheses:
+        """The best `num_hypotheses`."""
+        return jax.tree.map(lambda array: array[:, : self.config.num_hypotheses], state.pool)
+
+    def _best_continuations(self, state: BeamState, logits: Float[Array, "batch beams vocab"]) -> _Candidates:
+        """The best 2·beams of all beams and pieces; of equals that of the better beam, then that of the lower id."""
+        normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        of_each = min(2 * self.beams, logits.shape[-1])
+        values, tokens = top_k(allowed_logits(logits, self.model, may_end=state.length >= state.least), of_each)
+        totals = (state.log_probs[..., None] + (values - normaliser)).reshape(logits.shape[0], -1)
+        best, places = jax.lax.top_k(totals, 2 * self.beams)
+        return _Candidates(best, places // of_each, _taken(tokens.reshape(logits.shape[0], -1), places))
+
+    def _hypotheses(self, state: BeamState, best: _Candidates, ends: Bool[Array, "batch candidates"]) -> Hypotheses:
+        """The candidates as hypotheses."""
+        lengths = jnp.broadcast_to((state.length + 1)[:, None], ends.shape)
+        counted = lengths - ends if self.config.stopping == "ctranslate2" else lengths
+        return Hypotheses(
+            ids=_continued(state.ids, best, state.length),
+            scores=best.log_probs / self._penalty(counted, best.log_probs.dtype),
+            log_probs=best.log_probs,
+            lengths=lengths,
+            ended=ends,
+        )
+
+    def _penalty(self, length: Int[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
+        """What a sum of log-probabilities is divided by."""
+        if self.config.length_penalty == "none":
+            return jnp.ones(length.shape, dtype)
+        if self.config.length_penalty == "gnmt":
+            return ((5 + length.astype(dtype)) / 6) ** self.config.alpha
+        return length.astype(dtype) ** self.config.alpha
+
+    def _merged(self, pool: Hypotheses, new: Hypotheses, finished: Bool[Array, "batch candidates"]) -> Hypotheses:
+        """The best of the pool and of those candidates that are finished."""
+        new = new._replace(
+            scores=jnp.where(finished, new.scores, -jnp.inf),
+            log_probs=jnp.where(finished, new.log_probs, -jnp.inf),
+            lengths=jnp.where(finished, new.lengths, 0),
+            ended=new.ended & finished,
+        )
+        both = jax.tree.map(lambda first, second: jnp.concatenate([first, second], axis=1), pool, new)
+        places = jnp.broadcast_to(jnp.arange(both.scores.shape[1]), both.scores.shape)
+        missing = both.lengths == 0
+        behind = missing.astype(jnp.int32) + (~both.ended if self.config.stopping == "bound" else 0)
+        *_, order = jax.lax.sort((behind, -both.scores, places), num_keys=3)
+        return jax.tree.map(lambda array: _taken(array, order[:, : self.beams]), both)
+
+    def _is_over(self, state: BeamState) -> Bool[Array, " batch"]:
+        """Whether nothing of what a sentence could still bring is wanted."""
+        config, pool, best = self.config, state.pool, state.log_probs[:, 0]
+        enough, full = pool.lengths[:, config.num_hypotheses - 1] > 0, pool.lengths[:, -1] > 0
+        if config.stopping == "ctranslate2":
+            plain = config.length_penalty == "none" or config.alpha == 0.0
+            return state.top_ended & enough if plain else full
+        if config.stopping == "transformers_early":
+            return full
+        if config.stopping == "transformers":
+            return full & (best / self._penalty(state.length, best.dtype) <= pool.scores[:, -1])
+        attainable = best / self._penalty(state.limit, best.dtype)
+        if config.stopping == "transformers_never":
+            return full & (attainable <= pool.scores[:, -1])
+        return enough & (attainable <= pool.scores[:, config.num_hypotheses - 1]) | (best == -math.inf)
 
 
 def top_k(x: Float[Array, "*batch classes"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
@@ -151,80 +181,10 @@ def top_k(x: Float[Array, "*batch classes"], k: int) -> tuple[Float[Array, "*bat
     return values, jnp.take_along_axis(chosen, places // CHUNK, axis=-1) * CHUNK + places % CHUNK
 
 
-def _hypotheses(config: BeamConfig, alive: _Alive, best: _Candidates, ends: Array, length: Array) -> Hypotheses:
-    """The candidates as hypotheses of `length` pieces."""
-    counted = length - ends if config.stopping == "ctranslate2" else jnp.broadcast_to(length, ends.shape)
-    return Hypotheses(
-        ids=_continued(alive.ids, best, length - 1),
-        scores=best.log_probs / _penalty(config, counted).astype(best.log_probs.dtype),
-        log_probs=best.log_probs,
-        lengths=jnp.broadcast_to(length, ends.shape),
-        ended=ends,
-    )
-
-
-def _penalty(config: BeamConfig, length: Int[Array, "..."]) -> Float[Array, "..."]:
-    """What a sum of log-probabilities is divided by."""
-    if config.length_penalty == "none":
-        return jnp.ones(length.shape)
-    if config.length_penalty == "gnmt":
-        return ((5.0 + length) / 6.0) ** config.alpha
-    return jnp.asarray(length, jnp.result_type(float)) ** config.alpha
-
-
-def _merged(
-    config: BeamConfig, pool: Hypotheses, new: Hypotheses, finished: Bool[Array, "batch candidates"]
-) -> Hypotheses:
-    """The best of the pool and of those candidates that are finished."""
-    new = new._replace(
-        scores=jnp.where(finished, new.scores, -jnp.inf),
-        log_probs=jnp.where(finished, new.log_probs, -jnp.inf),
-        lengths=jnp.where(finished, new.lengths, 0),
-        ended=new.ended & finished,
-    )
-    both = jax.tree.map(lambda first, second: jnp.concatenate([first, second], axis=1), pool, new)
-    places = jnp.broadcast_to(jnp.arange(both.scores.shape[1]), both.scores.shape)
-    missing = both.lengths == 0
-    behind = missing.astype(jnp.int32) + (~both.ended if config.stopping == "bound" else 0)
-    *_, order = jax.lax.sort((behind, -both.scores, places), num_keys=3)
-    return jax.tree.map(lambda array: _taken(array, order[:, : config.beam_size]), both)
-
-
-def _going_on(config: BeamConfig, alive: _Alive, best: _Candidates, ends: Array, length: Array) -> _Alive:
-    """The best that do not end."""
-    log_probs, places = jax.lax.top_k(jnp.where(ends, -jnp.inf, best.log_probs), config.beam_size)
-    chosen = _Candidates(log_probs, _taken(best.beams, places), _taken(best.tokens, places))
-    # At this position each beam's piece stood in its own slot.
-    own = alive.lineage.at[:, :, length].set(jnp.arange(config.beam_size, dtype=alive.lineage.dtype))
-    return _Alive(
-        ids=_continued(alive.ids, chosen, length),
-        log_probs=log_probs,
-        last=chosen.tokens.astype(alive.last.dtype),
-        lineage=_taken(own, chosen.beams),
-    )
-
-
-def _is_over(
-    config: BeamConfig, alive: _Alive, pool: Hypotheses, top_ended: Array, length: Array, limit: Array
-) -> Bool[Array, " batch"]:
-    """Whether nothing of what a sentence could still bring is wanted."""
-    best = alive.log_probs[:, 0]
-    enough, full = pool.lengths[:, config.num_hypotheses - 1] > 0, pool.lengths[:, -1] > 0
-    if config.stopping == "ctranslate2":
-        plain = config.length_penalty == "none" or config.alpha == 0.0
-        return top_ended & enough if plain else full
-    if config.stopping == "transformers_early":
-        return full
-    if config.stopping == "transformers":
-        return full & (best / _penalty(config, length) <= pool.scores[:, -1])
-    attainable = best / _penalty(config, limit).astype(best.dtype)
-    if config.stopping == "transformers_never":
-        return full & (attainable <= pool.scores[:, -1])
-    return enough & (attainable <= pool.scores[:, config.num_hypotheses - 1]) | (best == -math.inf)
-
-
-def _continued(ids: Int[Array, "batch beams max_len"], candidates: _Candidates, position: Array) -> Array:
-    return _taken(ids, candidates.beams).at[:, :, position].set(candidates.tokens.astype(ids.dtype))
+def _continued(
+    ids: Int[Array, "batch beams max_len"], candidates: _Candidates, position: Int[Array, " batch"]
+) -> Int[Array, "batch candidates max_len"]:
+    return at_position(_taken(ids, candidates.beams), position, candidates.tokens)
 
 
 def _taken(array: Array, places: Int[Array, "batch places"]) -> Array:

@@ -1,128 +1,234 @@
-"""Decoding piece by piece, greedy or by sampling: one jittable loop over static buffers, with a cache (D5)."""
+"""Decoding: one jittable loop over static buffers, with a cache of keys and values that is never moved (D5).
 
-from collections.abc import Callable
-from typing import NamedTuple
+Sentences are decoded in slots, and sentences that wait take the slots of those that are done, so that a long one delays
+no other. The cache is a ring of positions common to all slots, in which the pieces of all beams at one position stand
+beside each other; what belongs to a beam's own past is said by a mask: a slot's past begins where its sentence began,
+and a beam's lineage says which beam it was at each position. So nothing is copied when beams continue each other.
+"""
+
+import itertools
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Int
 
-from flax_transformer.beam import beam_search
-from flax_transformer.hypotheses import Hypotheses, allowed_logits, length_limits
+from flax_transformer.beam import BeamSearch
+from flax_transformer.hypotheses import Hypotheses
 from flax_transformer.layers import LayerCache
 from flax_transformer.masks import padding_mask
-from flax_transformer.primitives import wide
+from flax_transformer.sampling import Sampling
 from flax_transformer.transformer import Transformer
-from transformer_config import LengthConfig, SamplingConfig
+from transformer_config import BeamConfig, LengthConfig, SamplingConfig
 
-__all__ = ["Hypotheses", "beam_search", "greedy", "sample"]
+__all__ = ["Hypotheses", "beam_search", "decode", "greedy", "sample"]
 
-Choose = Callable[[Float[Array, "batch samples vocab"], Int[Array, ""]], Int[Array, "batch samples"]]
-"""Out of the logits of all pieces, -inf where one may not be, and the position: the next piece."""
+PARTS_FILLED = 8
+"""Of this many parts of all slots one is filled with new sentences at a time."""
+FEWER_SLOTS = (4, 16)
+"""When no sentence waits, and those that are left fit in one of so many parts of the slots, only these are decoded."""
 
 
-class _State(NamedTuple):
-    position: Int[Array, ""]
-    last: Int[Array, "batch samples"]
-    ids: Int[Array, "batch samples max_len"]
-    log_probs: Float[Array, "batch samples"]
-    lengths: Int[Array, "batch samples"]
-    ended: Bool[Array, "batch samples"]
-    done: Bool[Array, "batch samples"]
+Search = BeamSearch | Sampling
+"""What is done with logits, sentence by sentence: `start`, `advance` by a piece, `found`. Its state is a NamedTuple of
+arrays with a row a sentence, of which the loop reads `last`, the pieces that stand last in each beam, `length`, how
+many there are, and `done`."""
+
+
+class _Slots(NamedTuple):
+    """The sentences that are being decoded."""
+
+    sentence: Int[Array, " slots"]
+    """Number of each in `src`; the number of all where a slot has had none yet."""
+    search: Any
+    src_mask: Bool[Array, "slots src_len"]
+    lineage: Int[Array, "slots beams max_len"]
+    """Which beam each beam was at each position of the ring."""
     caches: tuple[LayerCache, ...]
 
 
-def greedy(model: Transformer, src: Int[Array, "batch src_len"], *, config: LengthConfig) -> Hypotheses:
-    """The likeliest next piece, again and again, until every sentence has ended or is as long as it may be.
+class _State(NamedTuple):
+    step: Int[Array, ""]
+    waiting: Int[Array, ""]
+    """Number of the first sentence that waits."""
+    slots: _Slots
+    found: Hypotheses
 
-    One hypothesis a sentence, whose score is its log-probability. pad_id and bos_id are never chosen, unless eos_id is
-    the same. A row of the batch that is all padding is over at once. The result of a sentence does not depend on its
-    neighbours. Raises ValueError for a `max_len` beyond a learned position table.
-    """
-    return _piece_by_piece(model, src, config, samples=1, choose=lambda logits, _: jnp.argmax(logits, axis=-1))
+
+def beam_search(
+    model: Transformer, src: Int[Array, "batch src_len"], *, config: BeamConfig, slots: int | None = None
+) -> Hypotheses:
+    """The likeliest translations that a beam finds, `config.num_hypotheses` a sentence; see `BeamSearch`, `decode`."""
+    return decode(model, src, search=BeamSearch(config, model.config), slots=slots)
+
+
+def greedy(
+    model: Transformer, src: Int[Array, "batch src_len"], *, config: LengthConfig, slots: int | None = None
+) -> Hypotheses:
+    """The likeliest next piece, again and again; one hypothesis a sentence; see `decode`."""
+    return decode(model, src, search=Sampling(config, model.config), slots=slots)
 
 
 def sample(
     model: Transformer,
     src: Int[Array, "batch src_len"],
     *,
-    keys: Key[Array, " batch"],
     config: SamplingConfig,
+    seed: int = 0,
+    numbers: Int[Array, " batch"] | None = None,
+    slots: int | None = None,
 ) -> Hypotheses:
-    """`config.num_samples` translations of each sentence, drawn piece by piece; in the order in which they were drawn.
+    """`config.num_samples` translations of each sentence, drawn by its number; see `Sampling`, `decode`."""
+    return decode(model, src, search=Sampling(config, model.config, seed), numbers=numbers, slots=slots)
 
-    Scores are log-probabilities of the model itself, neither tempered nor narrowed. What is drawn for a sentence
-    depends on its own key alone: not on its neighbours, nor on how many samples there are of it.
-    Otherwise as `greedy`.
+
+def decode(
+    model: Transformer,
+    src: Int[Array, "batch src_len"],
+    *,
+    search: Search,
+    numbers: Int[Array, " batch"] | None = None,
+    slots: int | None = None,
+) -> Hypotheses:
+    """What `search` finds for each sentence, with at most so many `slots` decoded together; by default all.
+
+    pad_id and bos_id are never chosen, unless eos_id is the same. A row of the batch that is all padding has no
+    hypothesis. The result of a sentence does not depend on its neighbours, nor on `slots`, but for rounding (D3).
+    Raises ValueError for a `max_len` beyond a learned position table, and for less than one slot.
     """
-    of_sample = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys, jnp.arange(config.num_samples))
+    batch = src.shape[0]
+    slots = batch if slots is None else min(slots, batch)
+    if slots < 1:
+        raise ValueError(f"slots: expected at least 1, got {slots}")
+    # With as many slots as sentences all are filled at once.
+    fill = batch if slots == batch else max(1, slots // PARTS_FILLED)
+    numbers = jnp.arange(batch, dtype=jnp.int32) if numbers is None else numbers
+    src = jnp.pad(src, ((0, -batch % fill), (0, 0)), constant_values=model.config.pad_id)
+    numbers = jnp.pad(numbers, (0, -batch % fill))
 
-    def choose(logits: Float[Array, "batch samples vocab"], position: Int[Array, ""]) -> Int[Array, "batch samples"]:
-        of_position = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))(of_sample, position)
-        return jax.vmap(jax.vmap(jax.random.categorical))(of_position, _narrowed(logits / config.temperature, config))
-
-    return _piece_by_piece(model, src, config, samples=config.num_samples, choose=choose)
-
-
-def _narrowed(logits: Float[Array, "batch samples vocab"], config: SamplingConfig) -> Array:
-    """-inf for what is not among the likeliest; of pieces equally likely at the border all are kept."""
-    if config.top_k is not None:
-        border = jax.lax.top_k(logits, min(config.top_k, logits.shape[-1]))[0][..., -1:]
-        logits = jnp.where(logits >= border, logits, -jnp.inf)
-    if config.top_p is not None:
-        likeliest_first = jnp.sort(logits, axis=-1, descending=True)
-        probabilities = jax.nn.softmax(likeliest_first, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        border = jnp.where(before < config.top_p, likeliest_first, jnp.inf).min(axis=-1, keepdims=True)
-        logits = jnp.where(logits >= border, logits, -jnp.inf)
-    return logits
-
-
-def _piece_by_piece(
-    model: Transformer, src: Int[Array, "batch src_len"], config: LengthConfig, *, samples: int, choose: Choose
-) -> Hypotheses:
-    pad_id, eos_id = model.config.pad_id, model.config.eos_id
-    src_mask = padding_mask(src, pad_id=pad_id)
-    least, limit = length_limits(config, src_mask.sum(axis=-1))
-    memory = model.encode(src, src_mask=src_mask)
-    shape = (src.shape[0], samples)
-    # Samples are beams that never change places.
-    own = jnp.broadcast_to(jnp.arange(samples)[:, None], (*shape, config.max_len)) if samples > 1 else None
-
-    def go_on(state: _State) -> Bool[Array, ""]:
-        return (state.position < config.max_len) & ~state.done.all()
+    def refill(state: _State) -> _State:
+        rows, of_rows = (jax.lax.dynamic_slice_in_dim(array, state.waiting, fill) for array in (src, numbers))
+        found = _collected(state.found, state.slots, search)
+        places = jnp.argsort(~state.slots.search.done, stable=True)[:fill]
+        filled = _filled(state.slots, places, model, search, rows, numbers=of_rows, first=state.waiting)
+        return _State(state.step, state.waiting + fill, filled, found)
 
     def step(state: _State) -> _State:
-        logits, caches = model.decode_step(
-            state.last, state.caches, position=state.position, src_mask=src_mask, lineage=own
-        )
-        logits = wide(logits)
-        chosen = choose(allowed_logits(logits, model.config, may_end=state.position >= least), state.position)
-        log_probs = jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
-        length = state.position + 1
-        ended = ~state.done & (chosen == eos_id)
-        chosen = jnp.where(state.done, pad_id, chosen).astype(src.dtype)
-        return _State(
-            position=length,
-            last=chosen,
-            ids=state.ids.at[:, :, state.position].set(chosen),
-            log_probs=jnp.where(state.done, state.log_probs, state.log_probs + log_probs),
-            lengths=jnp.where(state.done, state.lengths, length),
-            ended=state.ended | ended,
-            done=state.done | ended | (length >= limit)[:, None],
-            caches=caches,
-        )
+        return state._replace(step=state.step + 1, slots=_advanced(model, search, state.slots, state.step))
 
-    start = _State(
-        position=jnp.zeros((), jnp.int32),
-        last=jnp.full(shape, model.config.bos_id, src.dtype),
-        ids=jnp.full((*shape, config.max_len), pad_id, src.dtype),
-        log_probs=jnp.zeros(shape, wide(memory[0, 0]).dtype),
-        lengths=jnp.zeros(shape, jnp.int32),
-        ended=jnp.zeros(shape, bool),
-        done=jnp.broadcast_to(~src_mask.any(axis=-1, keepdims=True), shape),
-        caches=model.new_caches(memory, max_len=config.max_len, beams=samples),
+    # Rows of padding at the end are not waited for.
+    last = jnp.max(jnp.where((src != model.config.pad_id).any(axis=1), jnp.arange(src.shape[0]) + 1, 0))
+
+    def is_waiting(state: _State) -> Bool[Array, ""]:
+        return state.waiting < last
+
+    def goes_on(state: _State, enough: int) -> Bool[Array, ""]:
+        """Until there is room for new sentences, or, when none waits, at most `enough` are left."""
+        left = (~state.slots.search.done).sum()
+        return (left > 0) & jnp.where(is_waiting(state), left > slots - fill, left > enough)
+
+    sizes = [slots, *(slots // part for part in FEWER_SLOTS if slots >= part), 0]
+    # Whenever something waits and the inner loop has ended, there is room for it.
+    state = jax.lax.while_loop(
+        is_waiting,
+        lambda state: jax.lax.while_loop(partial(goes_on, enough=sizes[1]), step, refill(state)),
+        _empty(model, search, src, slots),
     )
-    found = jax.lax.while_loop(go_on, step, start)
-    scores = jnp.where(found.lengths > 0, found.log_probs, -jnp.inf)
-    return Hypotheses(found.ids, scores, scores, found.lengths, found.ended)
+    for size, enough in itertools.pairwise(sizes[1:]):
+        state = jax.lax.while_loop(partial(goes_on, enough=enough), step, _in_fewer_slots(state, search, size))
+    found = _collected(state.found, state.slots, search)
+    return jax.tree.map(lambda array: array[:batch], found)
+
+
+def _in_fewer_slots(state: _State, search: Search, size: int) -> _State:
+    """When at most `size` sentences are left."""
+    left_first = jnp.argsort(state.slots.search.done, stable=True)[:size]
+    return state._replace(
+        slots=jax.tree.map(lambda array: array[left_first], state.slots),
+        found=_collected(state.found, state.slots, search),
+    )
+
+
+def _empty(model: Transformer, search: Search, src: Int[Array, "sentences src_len"], slots: int) -> _State:
+    """Slots that are done without having had a sentence."""
+    sentences, src_len = src.shape
+    dtype = _scores_dtype(model)
+    nothing = jnp.zeros(slots, jnp.int32)
+    memory = jnp.zeros((slots, src_len, model.config.d_model), model.config.dtype)
+    of_all = jnp.zeros(sentences, jnp.int32)
+    started: Any = search.start(of_all, of_all, dtype)
+    return _State(
+        step=jnp.zeros((), jnp.int32),
+        waiting=jnp.zeros((), jnp.int32),
+        slots=_Slots(
+            sentence=jnp.full(slots, sentences, jnp.int32),
+            search=search.start(nothing, nothing, dtype),
+            src_mask=jnp.zeros((slots, src_len), bool),
+            lineage=jnp.zeros((slots, search.beams, search.config.max_len), jnp.int32),
+            caches=model.new_caches(memory, max_len=search.config.max_len, beams=search.beams),
+        ),
+        found=search.found(started),
+    )
+
+
+def _filled(
+    slots: _Slots,
+    places: Int[Array, " fill"],
+    model: Transformer,
+    search: Search,
+    src: Int[Array, "fill src_len"],
+    *,
+    numbers: Int[Array, " fill"],
+    first: Int[Array, ""],
+) -> _Slots:
+    """With new sentences in some places. The ring stays as it is: its mask leaves out what was there before."""
+    src_mask = padding_mask(src, pad_id=model.config.pad_id)
+    memories = model.memory_caches(model.encode(src, src_mask=src_mask))
+    started = search.start(src_mask.sum(axis=-1, dtype=jnp.int32), numbers, _scores_dtype(model))
+
+    def put(array: Array, new: Array) -> Array:
+        return array.at[places].set(new)
+
+    return _Slots(
+        sentence=put(slots.sentence, first + jnp.arange(src.shape[0], dtype=jnp.int32)),
+        search=jax.tree.map(put, slots.search, started),
+        src_mask=put(slots.src_mask, src_mask),
+        lineage=slots.lineage,
+        caches=tuple(
+            LayerCache(cache.own, jax.tree.map(put, cache.memory, memory))
+            for cache, memory in zip(slots.caches, memories, strict=True)
+        ),
+    )
+
+
+def _advanced(model: Transformer, search: Search, slots: _Slots, step: Int[Array, ""]) -> _Slots:
+    """One more piece in every slot."""
+    ring = slots.lineage.shape[2]
+    column = step % ring
+    state = slots.search
+    lineage = slots.lineage.at[:, :, column].set(jnp.arange(search.beams, dtype=jnp.int32))
+    logits, caches = model.decode_step(
+        state.last,
+        slots.caches,
+        positions=state.length,
+        key_positions=state.length[:, None] - (step - jnp.arange(ring)) % ring,
+        column=column,
+        lineage=lineage,
+        src_mask=slots.src_mask,
+    )
+    state, parents = search.advance(state, logits)
+    lineage = jnp.take_along_axis(lineage, parents[..., None], axis=1)
+    return slots._replace(search=state, lineage=lineage, caches=caches)
+
+
+def _collected(found: Hypotheses, slots: _Slots, search: Search) -> Hypotheses:
+    """With what those slots have found that are done."""
+    beyond = found.lengths.shape[0]
+    sentences = jnp.where(slots.search.done, slots.sentence, beyond)
+    of_slots = search.found(slots.search)
+    return jax.tree.map(lambda array, new: array.at[sentences].set(new, mode="drop"), found, of_slots)
+
+
+def _scores_dtype(model: Transformer) -> jnp.dtype:
+    return jnp.promote_types(model.config.dtype, jnp.float32)

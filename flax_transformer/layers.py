@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_transformer.attention import KeyValue, MultiHeadAttention
+from flax_transformer.attention import CachedKeyValue, KeyValue, MultiHeadAttention
 from flax_transformer.dropout import NO_DROPOUT, DropoutSource, apply_dropout
 from flax_transformer.feed_forward import FeedForward
 from flax_transformer.masks import AttentionMask
@@ -25,10 +25,10 @@ class LayerOutput(NamedTuple):
 class LayerCache(NamedTuple):
     """What a decoder layer keeps between steps of decoding."""
 
-    own: KeyValue
+    own: CachedKeyValue
     """Of what was decoded so far: one slot a position, or as many beside each other as there are beams. Slots are never
     moved: who descends from which is said by the mask with which they are read."""
-    memory: KeyValue
+    memory: CachedKeyValue
     """Of the encoder's output: one row a sentence, however many beams there are (D6)."""
 
 
@@ -132,15 +132,15 @@ class DecoderLayer(ResidualLayer):
     ) -> tuple[Float[Array, "batch beams d_model"], LayerCache]:
         """`__call__` for one new position of every beam, written to the cache from `slot` on; no dropout."""
         y = self.before(self.norm1, x)
-        new = self.self_attn.key_value(y)
-        own = KeyValue(
-            jax.lax.dynamic_update_slice_in_dim(cache.own.key, new.key, slot, axis=2),
+        new = self.self_attn.key_value(y).cached()
+        own = CachedKeyValue(
+            jax.lax.dynamic_update_slice_in_dim(cache.own.key, new.key, slot, axis=3),
             jax.lax.dynamic_update_slice_in_dim(cache.own.value, new.value, slot, axis=2),
         )
-        x = self.after(self.norm1, x, self.self_attn.attend_dense(y, own, allowed=allowed))
+        x = self.after(self.norm1, x, self.self_attn.attend_cached(y, own, allowed=allowed))
 
         y = self.before(self.norm2, x)
-        x = self.after(self.norm2, x, self.cross_attn.attend_dense(y, cache.memory, allowed=memory_allowed))
+        x = self.after(self.norm2, x, self.cross_attn.attend_cached(y, cache.memory, allowed=memory_allowed))
 
         y = self.before(self.norm3, x)
         x = self.after(self.norm3, x, self.feed_forward(y))
@@ -148,7 +148,7 @@ class DecoderLayer(ResidualLayer):
 
     def new_cache(self, memory: Float[Array, "batch src_len d_model"], *, slots: int) -> LayerCache:
         """Room for what will be decoded, and the keys and values of `memory`."""
-        cross = self.cross_attn.key_value(memory)
-        batch, heads, _, head_dim = cross.key.shape
-        empty = jnp.zeros((batch, heads, slots, head_dim), cross.key.dtype)
-        return LayerCache(KeyValue(empty, empty), cross)
+        cross = self.cross_attn.key_value(memory).cached()
+        batch, heads, head_dim, _ = cross.key.shape
+        empty = KeyValue(*2 * [jnp.zeros((batch, heads, slots, head_dim), cross.key.dtype)])
+        return LayerCache(empty.cached(), cross)

@@ -8,10 +8,18 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from flax_transformer.attention import CachedKeyValue
 from flax_transformer.dropout import NO_DROPOUT, DropoutSource, apply_dropout
 from flax_transformer.embedding import Embedding, Positions
 from flax_transformer.layers import DecoderLayer, EncoderLayer, LayerCache, LayerOutput
-from flax_transformer.masks import AttentionMask, Packing, padding_mask, segment_positions
+from flax_transformer.masks import (
+    AttentionMask,
+    Packing,
+    causal_mask,
+    padding_mask,
+    segment_positions,
+    window_mask,
+)
 from flax_transformer.primitives import LayerNorm, linear
 from transformer_config import TransformerConfig
 
@@ -197,33 +205,37 @@ class Transformer(nnx.Module):
         """What `decode_step` starts from: room for `max_len` target positions of every beam."""
         return tuple(layer.new_cache(memory, slots=max_len * beams) for layer in self.decoder.layers)
 
+    def memory_caches(self, memory: Float[Array, "batch src_len d_model"]) -> tuple[CachedKeyValue, ...]:
+        """Of each decoder layer what its attention to `memory` reads."""
+        return tuple(layer.cross_attn.key_value(memory).cached() for layer in self.decoder.layers)
+
     def decode_step(
         self,
         ids: Int[Array, "batch beams"],
         caches: tuple[LayerCache, ...],
         *,
-        position: Int[Array, ""],
+        positions: Int[Array, " batch"],
+        key_positions: Int[Array, "batch columns"],
+        column: Int[Array, ""],
+        lineage: Int[Array, "batch beams columns"],
         src_mask: Bool[Array, "batch src_len"],
-        lineage: Int[Array, "batch beams max_len"] | None = None,
     ) -> tuple[Float[Array, "batch beams tgt_vocab"], tuple[LayerCache, ...]]:
         """`decode` for the one position at which `ids` stand: the logits after it, and the caches for the next.
 
-        `lineage` says for each beam and earlier position which beam's piece stood there; one beam needs none.
+        The caches are columns of a slot a beam. This position is written to `column`; `key_positions` says which
+        position of the sentence stands in each column, with less than 0 where none does, and `lineage` in the slot of
+        which beam a beam finds it.
         """
-        beams = ids.shape[1]
-        max_len = caches[0].own.key.shape[2] // beams
-        position_row = jax.lax.dynamic_slice_in_dim(self.tgt_positions(max_len), position, 1)
-        past = AttentionMask(causal=True, window=self.config.window)
-        allowed = past.allowed(position[None], jnp.arange(max_len))
-        if lineage is not None:
-            own = lineage.at[:, :, position].set(jnp.arange(beams, dtype=lineage.dtype))
-            descends = own[..., None] == jnp.arange(beams, dtype=lineage.dtype)
-            allowed = (allowed[..., None] & descends[:, None]).reshape(-1, 1, beams, max_len * beams)
+        beams, columns = lineage.shape[1:]
+        past = (key_positions >= 0)[:, None] & causal_mask(positions[:, None], key_positions)
+        if self.config.window is not None:
+            past &= window_mask(positions[:, None], key_positions, window=self.config.window)
+        own = past[..., None] & (lineage[..., None] == jnp.arange(beams))
         x, caches = self.decoder.step(
-            self.tgt_embedding(ids) + position_row,
+            self.tgt_embedding(ids) + self.tgt_positions(columns)[positions][:, None],
             caches,
-            slot=position * beams,
-            allowed=allowed,
+            slot=column * beams,
+            allowed=own.reshape(-1, 1, beams, columns * beams),
             memory_allowed=src_mask[:, None, None, :],
         )
         return self.logits(x), caches

@@ -151,8 +151,10 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
 
 def _decoded(module: flax_transformer.Transformer, src: Any, *, beam: BeamConfig) -> dict[str, Any]:
     found = jax_beam_search(module, src, config=beam)
+    # Fewer slots than sentences, so that some have to wait.
+    greedy = jax_greedy(module, src, config=LengthConfig(max_len=beam.max_len), slots=max(1, src.shape[0] - 1))
     return {
-        "ids": jax_greedy(module, src, config=LengthConfig(max_len=beam.max_len)).ids[:, 0],
+        "ids": greedy.ids[:, 0],
         "beam_ids": found.ids,
         "beam_scores": jnp.where(found.lengths > 0, found.scores, 0.0),
     }

@@ -1,4 +1,4 @@
-"""The command line: `python -m train run PRESET`, `translate`, `average`, `plot`, `attention`.
+"""The command line: `python -m train run PRESET`, `translate`, `evaluate`, `average`, `plot`, `attention`.
 
 Exit status 0: done; 1: it failed; 2: wrong usage; 3: a signal stopped a run, which has saved, so that the same command
 continues it; 130: interrupted before it could.
@@ -85,6 +85,57 @@ def translate(
     return translate_stream(trained.with_batch_size(batch_size), sys.stdin.buffer, sys.stdout, options=options)
 
 
+def evaluate(
+    *,
+    run: Path,
+    split: str = "test",
+    options: Annotated[SearchOptions, tyro.conf.arg(name="")] = DEFAULT_SEARCH,
+    batch_size: int | None = None,
+    average_last: int | None = None,
+    ema: bool = False,
+    against: Path | None = None,
+    output: Path | None = None,
+    data: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Translate a split of a run's corpus, score it with sacreBLEU, and compare it with another run.
+
+    Args:
+        run: Folder of a training run.
+        split: Name of a split of its corpus, also of one that the run has not read; or validation, test: the run's own.
+        options: How translations are looked for.
+        batch_size: Sentences decoded together; by default the run's evaluation.batch_size.
+        average_last: Evaluate the average of so many of the newest checkpoints.
+        ema: Evaluate the moving average, which a run with optimizer.ema_decay has; this is also the default.
+        against: Folder of another run, evaluated in the same way; the difference is tested by paired bootstrap.
+        output: File for the translations, one a line; beside it FILE.json with the scores. By default
+            hypotheses/SPLIT.LANGUAGE.txt in the run's folder.
+        data: Folder to read the corpus from, where it is not where the run's config says.
+        json: Print the scores as JSON, and nothing else.
+    """
+    from rich.console import Console
+
+    from train.evaluate_run import evaluate_run
+
+    console = Console(width=None if sys.stdout.isatty() else 120, quiet=json)
+    report = evaluate_run(
+        run,
+        split=split,
+        options=options,
+        batch_size=batch_size,
+        average_last=average_last,
+        ema=ema,
+        num_devices=None,
+        against=against,
+        output=output,
+        data=data,
+        console=console,
+    )
+    if json:
+        print(report.to_json())
+    return 0
+
+
 def average(run: tyro.conf.Positional[Path], /, *, output: Path, last: int = 5, ema: bool = False) -> int:
     """Write the average of a run's newest checkpoints as a run of its own, for inference only.
 
@@ -141,7 +192,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         return tyro.extras.subcommand_cli_from_dict(
-            {"run": run, "translate": translate, "average": average, "plot": plot, "attention": attention},
+            {
+                "run": run,
+                "translate": translate,
+                "evaluate": evaluate,
+                "average": average,
+                "plot": plot,
+                "attention": attention,
+            },
             prog="python -m train",
             args=arguments,
         )

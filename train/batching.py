@@ -321,33 +321,37 @@ def decoding_lengths(longest: int) -> tuple[int, ...]:
 
 
 def decode_batches(
-    src: list[list[int]], *, batch_size: int, max_len: int | None = None
+    src: list[list[int]], *, rows: int, max_len: int | None = None
 ) -> Iterator[tuple[Int64[np.ndarray, "batch"], Int32[np.ndarray, "batch src_len"]]]:
-    """Source sentences for decoding, in order of length: where each row stands in `src`, and the padded rows.
+    """Source sentences for decoding, by padded length, the longest first: where each row stands in `src`, and the rows.
 
     Lengths are rounded up to the next of `decoding_lengths`, but not beyond `max_len`, the model's table of positions,
-    where one is given. Rows that fill the last batch hold only PAD and have index -1.
+    where one is given. There are always as many `rows`; those that fill up the last ones hold only PAD and have index
+    -1.
 
     Raises ValueError when a sentence is longer than `max_len`.
     """
-    if batch_size < 1:
-        raise ValueError(f"expected a batch_size of at least 1, got {batch_size}")
+    if rows < 1:
+        raise ValueError(f"rows: expected at least 1, got {rows}")
     lengths = np.array([len(sentence) for sentence in src], dtype=np.int64)
     if max_len is not None and len(src) and lengths.max() > max_len:
         raise ValueError(
             f"expected source sentences of at most {max_len} pieces, got {int((lengths > max_len).sum())} longer ones, "
             f"the longest of {lengths.max()}"
         )
-    for rows in _chunks(np.argsort(lengths, kind="stable"), batch_size):
-        src_len = decoding_lengths(int(lengths[rows].max()))[-1]
-        if max_len is not None:
-            src_len = min(src_len, max_len)
-        indices = np.full(batch_size, -1, dtype=np.int64)
-        indices[: len(rows)] = rows
-        padded = np.full((batch_size, src_len), PAD_ID, dtype=np.int32)
-        for row, i in enumerate(rows):
-            padded[row, : len(src[i])] = src[i]
-        yield indices, padded
+    longest_first = np.argsort(-lengths, kind="stable")
+    padded_lengths = np.array(
+        [decoding_lengths(length)[-1] for length in lengths[longest_first].tolist()], dtype=np.int64
+    )
+    for padded_len in np.unique(padded_lengths)[::-1]:
+        for chosen in _chunks(longest_first[padded_lengths == padded_len], rows):
+            src_len = int(padded_len) if max_len is None else min(int(padded_len), max_len)
+            indices = np.full(rows, -1, dtype=np.int64)
+            indices[: len(chosen)] = chosen
+            padded = np.full((rows, src_len), PAD_ID, dtype=np.int32)
+            for row, i in enumerate(chosen):
+                padded[row, : len(src[i])] = src[i]
+            yield indices, padded
 
 
 def _chunks(rows: Int64[np.ndarray, "_"], size: int) -> Iterator[Int64[np.ndarray, "_"]]:

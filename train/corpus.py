@@ -103,6 +103,40 @@ def load_corpus(config: CorpusConfig) -> Corpus:
     return corpus_of(splits[0], validation, test, names=names)
 
 
+def split_name(config: CorpusConfig, split: str) -> str:
+    """What the corpus calls a split that may be named by its role, `train`, `validation` or `test`.
+
+    A name that the config itself uses comes before a role; any other name is taken as it is.
+    """
+    names = (config.train_split, config.validation_split, config.test_split)
+    if config.kind == "demo" or split in names:  # the demo corpus calls its splits by their roles
+        return split
+    return dict(zip(("train", "validation", "test"), names, strict=True)).get(split, split)
+
+
+def load_split(config: CorpusConfig, name: str) -> ParallelText:
+    """One split, by the corpus's own name for it, with every pair that it has: also one that no run has read.
+
+    Raises FileNotFoundError or ValueError that names the file, or the hub's corpus, and says what is there.
+    """
+    if config.kind == "demo":
+        corpus = load_corpus(config)
+        splits: dict[str, Iterable[Pair]] = {
+            "train": corpus.train,
+            "validation": corpus.validation,
+            "test": corpus.test,
+        }
+        if name not in splits:
+            raise ValueError(f"expected a split of the demo corpus, which has {', '.join(splits)}, got {name!r}")
+        return ParallelText.of(list(splits[name]))
+    (split,) = _find_splits(config, [name])
+    pairs = list(split)
+    if not pairs:
+        where = ", ".join(map(str, split.files)) or f"the split {name!r}"
+        raise ValueError(f"expected at least one pair of sentences in {where}, got none")
+    return ParallelText.of(pairs)
+
+
 def _find_splits(config: CorpusConfig, names: Sequence[str]) -> list[PairSource]:
     if config.kind == "hub":
         return hub.find_splits(config, names)

@@ -263,22 +263,31 @@ class Devices:
         step = make_evaluation_step(config, tokens_at_once=self._tokens_at_once)
         return Compiled(jax.jit(step, out_shardings=self._whole))
 
-    def compile_decoding(self, config: TransformerConfig, search: LengthConfig, *, seed: int = 0) -> Compiled[..., Any]:
-        """Decoding: (params, src, numbers of the sentences) -> `Hypotheses`. Whoever calls it has checked the ids."""
+    def compile_decoding(
+        self, config: TransformerConfig, search: LengthConfig, *, slots: int, seed: int = 0
+    ) -> Compiled[..., Any]:
+        """Decoding: (params, src, numbers of the sentences) -> `Hypotheses`, with so many slots over all devices.
+
+        Every device decodes the sentences it has, without waiting for the others. Whoever calls it has checked the ids.
+        """
         model = abstract_model(config)
+        of_device = max(1, slots // len(self.devices))
 
         def decode(
             params: dict[str, Array], src: Int[Array, "batch src_len"], numbers: Int[Array, " batch"]
         ) -> Hypotheses:
             module = with_parameters(model, params)
             if isinstance(search, BeamConfig):
-                return beam_search(module, src, config=search)
+                return beam_search(module, src, config=search, slots=of_device)
             if isinstance(search, SamplingConfig):
-                keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(numbers)
-                return sample(module, src, keys=keys, config=search)
-            return greedy(module, src, config=search)
+                return sample(module, src, config=search, seed=seed, numbers=numbers, slots=of_device)
+            return greedy(module, src, config=search, slots=of_device)
 
-        return Compiled(jax.jit(decode, out_shardings=self._whole))
+        rows = PartitionSpec(ROWS)
+        shared = jax.shard_map(
+            decode, mesh=self.mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=rows, check_vma=False
+        )
+        return Compiled(jax.jit(shared, out_shardings=self._whole))
 
     def place_sources(self, src: Int[np.ndarray, "batch ..."]) -> Int[Array, "batch ..."]:
         """Rows to decode, or their numbers, spread over the devices if they can be shared out evenly."""

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from flax_transformer.hypotheses import longest_target
 from flax_transformer.transformer import check_ids
 from train.batching import decode_batches, decoding_lengths
 from train.compilation import Compiled
@@ -54,6 +55,10 @@ class Translations:
 def greedy_search(config: TrainConfig) -> LengthConfig:
     """What a run evaluates itself with."""
     return LengthConfig(max_len=config.evaluation.max_decode_len)
+
+
+ROWS_AT_ONCE = 2_048
+"""Sentences handed to the device together, whatever their number; fewer are decoded at a time."""
 
 
 class Translator:
@@ -108,7 +113,7 @@ class Translator:
         found = [nothing for _ in lines]
         batches = decode_batches(
             [encoded[i] for i in wanted],
-            batch_size=self._config.evaluation.batch_size,
+            rows=ROWS_AT_ONCE,
             max_len=self._config.model.sequence_limit,
         )
         for rows, src in batches:
@@ -128,11 +133,17 @@ class Translator:
         return Translations(of_lines=tuple(found), too_long=too_long)
 
     def _decoder(self, src_len: int) -> Compiled[..., Any]:
-        # Room to grow with the source; the loop ends when all sentences have, so room that is not used costs little.
-        limit = self._config.model.sequence_limit
-        max_len = max(self._search.max_len, 2 * src_len)
-        max_len = max_len if limit is None else min(max_len, limit)
-        if max_len not in self._compiled:
-            search = dataclasses.replace(self._search, max_len=max_len)
-            self._compiled[max_len] = self._devices.compile_decoding(self._config.model, search, seed=self._seed)
-        return self._compiled[max_len]
+        # Room to grow with the source; what no sentence can reach is left out, because room costs time.
+        search, limit = self._search, self._config.model.sequence_limit
+        most = [max(search.max_len, 2 * src_len)]
+        if search.max_len_ratio is not None:
+            most.append(longest_target(search.max_len_ratio, src_len))
+        max_len = min(most if limit is None else [*most, limit])
+        if src_len not in self._compiled:
+            self._compiled[src_len] = self._devices.compile_decoding(
+                self._config.model,
+                dataclasses.replace(search, max_len=max(max_len, search.min_len + 1)),
+                slots=self._config.evaluation.batch_size,
+                seed=self._seed,
+            )
+        return self._compiled[src_len]

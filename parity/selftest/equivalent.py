@@ -42,15 +42,6 @@ ARGUMENTS: dict[tuple[str, str, str, str], str] = {
         f"if self.implementation == 'blockwise': {_IN_BLOCKS}",
         f"if False: {_IN_BLOCKS}",
     ): "plain attention in the place of attention in blocks: two ways to compute one function, apart in memory alone",
-    (
-        "decoding.py",
-        "greedy.step",
-        "jnp.array(never, jnp.int32)",
-        "(lambda x, *_, **__: x)(never)",
-    ): "the same columns, given as a list instead of an array",
-    ("transformer.py", "Transformer.decode_step", "0", "1"): (
-        "the logits of the one position that there is: jax clips an index beyond it"
-    ),
     ("primitives.py", "LayerNorm.__call__", "wide(x)", "(lambda x, *_, **__: x)(x)"): (
         "the same in float64 and float32. In bfloat16 mean and deviation are rounded too, and the result is 2.0 "
         "half-units from the answer instead of 0.9; nnx.GroupNorm, which is right, is 2.2 away. A fault of the size of "

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-import flax_transformer.beam
+import flax_transformer.decoding
 import torch_reference.beam
 from flax_transformer.parameters import abstract_model, with_parameters
 from parity.tolerances import SCORES_RELATIVE
@@ -46,7 +46,7 @@ def flax_beam(model_config, weights, src, search):
 
     @jax.jit
     def run(params, src):
-        return flax_transformer.beam.beam_search(with_parameters(module, params), src, config=search)
+        return flax_transformer.decoding.beam_search(with_parameters(module, params), src, config=search)
 
     return {name: np.asarray(array) for name, array in run(params, src)._asdict().items()}
 
