@@ -113,10 +113,9 @@ class BeamSearch:
     def _hypotheses(self, state: BeamState, best: _Candidates, ends: Bool[Array, "batch candidates"]) -> Hypotheses:
         """The candidates as hypotheses."""
         lengths = jnp.broadcast_to((state.length + 1)[:, None], ends.shape)
-        counted = lengths - ends if self.config.stopping == "ctranslate2" else lengths
         return Hypotheses(
             ids=_continued(state.ids, best, state.length),
-            scores=best.log_probs / self._penalty(counted, best.log_probs.dtype),
+            scores=best.log_probs / self._penalty(lengths, best.log_probs.dtype),
             log_probs=best.log_probs,
             lengths=lengths,
             ended=ends,

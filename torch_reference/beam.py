@@ -122,9 +122,7 @@ def _ends(model: Transformer, beam: _Beam) -> bool:
 
 
 def _hypothesis(config: BeamConfig, beam: _Beam, *, ended: bool) -> _Hypothesis:
-    counted = len(beam.ids) - (ended and config.stopping == "ctranslate2")
-    penalty = _penalty(config, counted)
-    return _Hypothesis(beam.ids, beam.log_prob, beam.log_prob / penalty if penalty else -math.inf, ended)
+    return _Hypothesis(beam.ids, beam.log_prob, beam.log_prob / _penalty(config, len(beam.ids)), ended)
 
 
 def _penalty(config: BeamConfig, length: int) -> float:

@@ -50,7 +50,7 @@ class BeamConfig(LengthConfig):
       because log-probabilities only fall and the penalty is at most that of the longest that is allowed.
     - `transformers`, `transformers_early`, `transformers_never`: as `generate` of that library with `early_stopping`
       False, True and "never".
-    - `ctranslate2`: as CTranslate2's `translate_batch`, which also leaves the end out of lengths.
+    - `ctranslate2`: as CTranslate2's `translate_batch` (4.8.5).
 
     What has not ended when `max_len` is reached ranks behind all that has, but for the libraries' rules, in which it
     ranks by its score.

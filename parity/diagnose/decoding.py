@@ -17,14 +17,15 @@ SCORES = kind("decoding scores", "scores that are scaled, normalised otherwise o
 
 
 def explain_decoding(evidence: Mapping[str, Any]) -> Diagnosis | None:
-    """`reference` and `port`: ids (batch, length), or scores."""
+    """`reference` and `port`: ids (batch, length), of several hypotheses (batch, hypotheses, length), or scores."""
     if evidence.get("reference") is None or evidence.get("port") is None:
         return None
     expected, got = np.asarray(evidence["reference"]), np.asarray(evidence["port"])
     if np.issubdtype(expected.dtype, np.floating):
         return _scores(expected, got)
-    if expected.ndim != 2 or got.ndim != 2 or len(expected) != len(got):
+    if expected.ndim < 2 or got.ndim < 2 or expected.shape[:-1] != got.shape[:-1]:
         return None
+    expected, got = (ids.reshape(-1, ids.shape[-1]) for ids in (expected, got))
     width = min(expected.shape[1], got.shape[1])
     if expected.shape != got.shape and np.array_equal(expected[:, :width], got[:, :width]):
         name = EARLY if got.shape[1] < expected.shape[1] else LATE

@@ -25,6 +25,10 @@ ARGUMENTS: dict[tuple[str, str, str, str], str] = {
     (*_TILING, "num_keys / block_size", "num_keys * block_size"): (
         "more blocks of padding behind the keys, none of which any query may attend to; only memory and time differ"
     ),
+    (*_TILING, "1", "2"): (
+        "without a window: a second group of queries, all of them padding that join_queries cuts off; only memory and "
+        "time differ"
+    ),
     (*_TILING, "groups - 1", "groups + 1"): (
         "more blocks of padding in front of the keys; their positions are negative, so they are never allowed"
     ),

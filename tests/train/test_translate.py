@@ -91,7 +91,7 @@ def test_n_best(run_dir):
 
 @pytest.mark.parametrize("options", [{"beam": 3}, {"sample": True, "nbest": 2, "top_k": 7, "temperature": 0.8}])
 def test_what_stands_beside_a_line_changes_nothing(run_dir, options):
-    """D3: batch size, order, neighbours; for samples, as long as the line has the same number."""
+    """D3: batch size, order, neighbours, devices; for samples, as long as the line has the same number."""
 
     def translated(lines, **more):
         """Scores to four digits: float32 products of other sizes may round otherwise."""
@@ -103,6 +103,7 @@ def test_what_stands_beside_a_line_changes_nothing(run_dir, options):
     assert len(expected) == each * len(LINES)
     for batch_size in (1, 3):
         assert translated(LINES, batch_size=batch_size) == expected
+    assert translated(LINES, num_devices=8) == expected
     others = [line if i == 2 else "acht drei fünf eins eins sechs" for i, line in enumerate(LINES)]
     among_others = translated(others)
     assert among_others[2 * each : 3 * each] == expected[2 * each : 3 * each]

@@ -1,0 +1,126 @@
+"""The stopping rules that bear other libraries' names find what those libraries find, with the same weights."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from flax_transformer.decoding import beam_search
+from flax_transformer.parameters import abstract_model, with_parameters
+from parity.twins import random_weights
+from parity.weights.twins import twin_mapping
+from transformer_config import BOS_ID, EOS_ID, PAD_ID, BeamConfig, TransformerConfig
+
+SENTENCES, MAX_LEN = 40, 14
+END_LIKELIER = 2.5
+
+
+def _peers():
+    path = Path(__file__).parents[2] / "benchmarks" / "decoding_peers.py"
+    spec = importlib.util.spec_from_file_location("decoding_peers", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+peers = _peers()
+
+
+@pytest.fixture(scope="module")
+def setting():
+    """A model that says different things and ends at different lengths, and sources with padding."""
+    config = TransformerConfig.tiny(
+        dropout=0.0, activation="relu", tie_embeddings="all", src_vocab_size=37, tgt_vocab_size=37, norm_order="post"
+    )
+    weights = {
+        name: array * (3 if array.ndim > 1 and "embedding" not in name else 1)
+        for name, array in random_weights(config, seed=3).items()
+    }
+    # The end becomes likelier than other pieces, whatever was said.
+    last = f"decoder.layers.{config.num_decoder_layers - 1}.norm3.bias"
+    direction = np.eye(config.d_model, dtype=np.float32)[0]
+    weights[last] = weights[last] + 2 * direction
+    weights["src_embedding.weight"][EOS_ID] += END_LIKELIER * direction
+    # What is never chosen is hardly likely either: CTranslate2 would share out its probability.
+    weights["src_embedding.weight"][[PAD_ID, BOS_ID]] -= 20 * direction
+    rng = np.random.default_rng(0)
+    src = rng.integers(4, 37, (SENTENCES, 8), dtype=np.int32)
+    for row, length in enumerate(rng.integers(3, 8, SENTENCES)):
+        src[row, length] = EOS_ID
+        src[row, length + 1 :] = PAD_ID
+    return config, weights, src
+
+
+def ours(setting, **options):
+    config, weights, src = setting
+    params = twin_mapping(tied=True).apply(weights)
+    search = BeamConfig(beam_size=4, num_hypotheses=4, max_len=MAX_LEN, **options)
+    run = jax.jit(lambda params, src: beam_search(with_parameters(abstract_model(config), params), src, config=search))
+    found = jax.device_get(run(params, src))
+    return [
+        [(ids[: n - ended].tolist(), score) for ids, n, ended, score in zip(*row, strict=True)]
+        for row in zip(found.ids, found.lengths, found.ended, found.scores, strict=True)
+    ]
+
+
+def assert_same(got, expected):
+    ends = 0
+    for of_one, of_other in zip(got, expected, strict=True):
+        assert [ids for ids, _ in of_one] == [ids for ids, _ in of_other]
+        np.testing.assert_allclose([s for _, s in of_one], [s for _, s in of_other], rtol=2e-4)
+        ends += sum(len(ids) < MAX_LEN for ids, _ in of_other)
+    assert 0 < ends < 4 * SENTENCES, "the test wants hypotheses that end and hypotheses that do not"
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.5])
+@pytest.mark.parametrize(
+    ("stopping", "early"), [("transformers", False), ("transformers_early", True), ("transformers_never", "never")]
+)
+def test_transformers(setting, stopping, early, alpha):
+    config, weights, src = setting
+    model = peers.marian(config, weights)
+    with torch.no_grad():
+        found = model.generate(
+            torch.from_numpy(src).long(),
+            attention_mask=torch.from_numpy(src != PAD_ID).long(),
+            num_beams=4,
+            num_return_sequences=4,
+            length_penalty=alpha,
+            early_stopping=early,
+            max_new_tokens=MAX_LEN,
+            suppress_tokens=[PAD_ID, BOS_ID],
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    expected = []
+    for ids, score in zip(found.sequences[:, 1:].tolist(), found.sequences_scores.tolist(), strict=True):
+        expected.append(([i for i in ids if i not in (PAD_ID, EOS_ID)], score))
+    expected = [expected[i : i + 4] for i in range(0, len(expected), 4)]
+    assert_same(ours(setting, stopping=stopping, alpha=alpha), expected)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.5])
+def test_ctranslate2(setting, tmp_path, alpha):
+    import ctranslate2
+
+    config, weights, src = setting
+    peers.ctranslate2_folder(config, weights, tmp_path / "model")
+    translator = ctranslate2.Translator(str(tmp_path / "model"), device="cpu", compute_type="float32")
+    found = translator.translate_batch(
+        [[str(i) for i in row if i != PAD_ID] for row in src.tolist()],
+        beam_size=4,
+        num_hypotheses=4,
+        length_penalty=alpha,
+        max_decoding_length=MAX_LEN,
+        min_decoding_length=0,
+        return_scores=True,
+        suppress_sequences=[[str(PAD_ID)], [str(BOS_ID)]],
+    )
+    expected = [
+        [([int(i) for i in ids], score) for ids, score in zip(each.hypotheses, each.scores, strict=True)]
+        for each in found
+    ]
+    assert_same(ours(setting, stopping="ctranslate2", alpha=alpha), expected)
