@@ -23,6 +23,7 @@ from flax_transformer import Packing
 from flax_transformer.decoding import Hypotheses, beam_search, greedy, sample
 from flax_transformer.parameters import abstract_model, with_parameters
 from flax_transformer.transformer import check_ids
+from train import cloud_tpu
 from train.batching import Batch, Bucket
 from train.compilation import Compiled
 from train.config import ParallelConfig, TrainConfig
@@ -64,7 +65,7 @@ def several_processes(environment: Mapping[str, str]) -> str | None:
             one_alone = True
         if not one_alone:
             return cluster
-    return None
+    return "Cloud TPU" if cloud_tpu.is_one_of_several(environment) else None
 
 
 def is_main_process() -> bool:
@@ -290,9 +291,8 @@ class Devices:
         return Compiled(jax.jit(shared, out_shardings=self._whole))
 
     def place_sources(self, src: Int[np.ndarray, "batch ..."]) -> Int[Array, "batch ..."]:
-        """Rows to decode, or their numbers, spread over the devices if they can be shared out evenly."""
-        even = src.shape[0] % len(self.devices) == 0
-        return _placed(src, NamedSharding(self.mesh, PartitionSpec(ROWS if even else None)))
+        """Rows to decode, or their numbers, spread over the devices: as many as `padded_rows` says."""
+        return _placed(src, NamedSharding(self.mesh, PartitionSpec(ROWS)))
 
     def metrics(self, tree: Any) -> Any:
         """What a step reported, in numpy; waits until it has been computed."""

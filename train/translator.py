@@ -111,16 +111,19 @@ class Translator:
         self._longest = max([self._longest, *(len(encoded[i]) for i in wanted)])
         nothing = (Translation(text="", score=0.0, ended=True),) * translations_of_each(self._search)
         found = [nothing for _ in lines]
+        rows_at_once = self._devices.padded_rows(ROWS_AT_ONCE)
+        # Dealt out one by one, so that every device has long sentences and short ones, and its share of a few.
+        dealt = np.arange(rows_at_once).reshape(-1, len(self._devices.devices)).T.ravel()
         batches = decode_batches(
             [encoded[i] for i in wanted],
-            rows=ROWS_AT_ONCE,
+            rows=rows_at_once,
             max_len=self._config.model.sequence_limit,
         )
         for rows, src in batches:
             check_ids(src, name="src", vocab_size=self._config.model.src_vocab_size)
-            indices = np.array([wanted[row] if row >= 0 else -1 for row in rows])
+            indices = np.array([wanted[row] if row >= 0 else -1 for row in rows[dealt]])
             numbers = np.maximum(first + indices, 0).astype(np.int32)
-            hypotheses = self._decoder(src.shape[1])(params, *map(self._devices.place_sources, (src, numbers)))
+            hypotheses = self._decoder(src.shape[1])(params, *map(self._devices.place_sources, (src[dealt], numbers)))
             ids, scores, ended = jax.device_get((hypotheses.ids, hypotheses.scores, hypotheses.ended))
             of_rows = self._tokenizer.decode(ids.reshape(-1, ids.shape[-1]).tolist())
             for row, index in enumerate(indices):
