@@ -82,7 +82,7 @@ def test_samples_are_as_frequent_as_they_are_likely(build):
     samples = 4_000
     search = Sampling(SamplingConfig(num_samples=samples, max_len=1, temperature=0.7), model.config)
     ids = decoded(model, search, src, None).ids[0, :, 0]
-    logits = np.array(model(src, jnp.array([[model.config.bos_id]])))[0, 0] / 0.7
+    logits = np.array(model(jnp.asarray(src), jnp.array([[model.config.bos_id]])))[0, 0] / 0.7
     logits[[model.config.pad_id, model.config.bos_id]] = -np.inf
     likely = np.exp(logits - logits.max())
     likely /= likely.sum()
@@ -104,7 +104,7 @@ def test_scores_of_samples_are_the_models(build):
     for sentence, sample in np.ndindex(3, 2):
         ids = found.ids[sentence, sample, : found.lengths[sentence, sample]]
         tgt = jnp.array([[config.bos_id, *ids[:-1].tolist()]])
-        log_probs = jax.nn.log_softmax(model(src[sentence][None], tgt))[0]
+        log_probs = jax.nn.log_softmax(model(jnp.asarray(src[sentence][None]), tgt))[0]
         expected = sum(float(log_probs[i, piece]) for i, piece in enumerate(ids))
         assert found.scores[sentence, sample] == pytest.approx(expected, rel=1e-4)
 
