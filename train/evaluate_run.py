@@ -1,16 +1,14 @@
 """A run evaluated on one split of its corpus: translated, scored as text, and compared with another run."""
 
-import contextlib
 import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +17,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
-from sacrebleu.significance import PairedTest
 
 from train.config import CorpusConfig
 from train.corpus import ParallelText, load_split, split_name
 from train.evaluate import Scores, score
 from train.run_dir import RECORDED_PACKAGES, RunDir, write_whole
 from train.search import DEFAULT_SEARCH, Search, SearchOptions
+from train.significance import BOOTSTRAP_SAMPLES, Difference, compare
 from train.translate import LONGEST_SOURCE, TrainedRun, load_run
 from train.translator import Translator
 from transformer_config import BeamConfig, LengthConfig, SamplingConfig
 
 KINDS = {LengthConfig: "greedy", BeamConfig: "beam", SamplingConfig: "sampling"}
-SEED_VARIABLE = "SACREBLEU_SEED"
-BOOTSTRAP_SAMPLES = 1_000
-BOOTSTRAP_SEED = 12_345
-"""sacreBLEU's own default, whatever the environment says. Never 0, which sacreBLEU takes for no seed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,27 +74,6 @@ class Evaluation:
             "signatures": {there: getattr(self.scores, f"{here}_signature") for here, there in names.items()},
             **{name: getattr(self, name) for name in plain},
         }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Between the scores of a run and of the one it is compared with, by paired bootstrap resampling (Koehn 2004)."""
-
-    metric: str
-    signature: str
-    """With seed and number of samples."""
-    score: float
-    interval: tuple[float, float]
-    """95% of the samples' scores: sacreBLEU's mean, less and plus half the width."""
-    against_score: float
-    against_interval: tuple[float, float]
-    p_value: float
-    """How likely a difference of this size is if neither is better."""
-
-    @property
-    def difference(self) -> float:
-        """Above 0: the run is better than the other one."""
-        return self.score - self.against_score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,48 +162,6 @@ def evaluate_run(
     for file in _write(report, output):
         console.print(Text(f"Written: {file}"), soft_wrap=True)
     return report
-
-
-def compare(hypotheses: Sequence[str], against: Sequence[str], *, references: Sequence[str]) -> tuple[Difference, ...]:
-    """Tests the differences of BLEU and chrF2 by sacreBLEU's paired bootstrap, both with the same samples and seed.
-
-    Where there is no difference p is 1.
-    """
-    systems: list[tuple[str, Sequence[str]]] = [("against", list(against)), ("run", list(hypotheses))]
-    metrics: dict[str, Any] = {"BLEU": sacrebleu.BLEU(), "chrF2": sacrebleu.CHRF()}
-    with _seeded(BOOTSTRAP_SEED):
-        test = PairedTest(systems, metrics, [list(references)], test_type="bs", n_samples=BOOTSTRAP_SAMPLES)
-        signatures, results = test()
-    differences = []
-    for metric in metrics:
-        tested: Any = results[metric]
-        theirs, ours = tested
-        intervals = [(float(result.mean - result.ci), float(result.mean + result.ci)) for result in tested]
-        differences.append(
-            Difference(
-                metric=metric,
-                signature=str(signatures[metric]),
-                score=ours.score,
-                interval=intervals[1],
-                against_score=theirs.score,
-                against_interval=intervals[0],
-                # sacreBLEU counts samples beyond the difference: by that, a run would be surely better than itself.
-                p_value=1.0 if ours.score == theirs.score else float(ours.p_value),
-            )
-        )
-    return tuple(differences)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """sacreBLEU takes its seed from the environment, and from nowhere else."""
-    before = os.environ.pop(SEED_VARIABLE, None)
-    os.environ[SEED_VARIABLE] = str(seed)
-    try:
-        yield
-    finally:
-        del os.environ[SEED_VARIABLE]
-        os.environ |= {} if before is None else {SEED_VARIABLE: before}
 
 
 def _check_options(options: SearchOptions, *, average_last: int | None, ema: bool) -> None:

@@ -1,7 +1,6 @@
 """Attention of one sentence: the weights are the model's, and figures and page show all of them."""
 
 import json
-import os
 import re
 import struct
 import subprocess
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 
 from flax_transformer.parameters import abstract_model, initial_parameters, with_parameters
-from tests.parity.report.browser import EXECUTABLE, Page, browsing
+from tests.parity.report.browser import Page, browsing
 from tests.train.conftest import ENGLISH, GERMAN, listing
 from train.attention_maps import KINDS, MOST_PIECES, AttentionMaps, attention_maps, draw, readable_pieces
 from train.attention_page import SCALE, to_html, write_attention
@@ -272,10 +271,6 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Page]:
-    if EXECUTABLE is None:
-        if os.environ.get("REQUIRE_CHROMIUM") == "1":
-            pytest.fail("no Chromium is installed")
-        pytest.skip("no Chromium is installed")
     with browsing() as page:
         yield page
 
