@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_transformer.hypotheses import Hypotheses, allowed_logits, at_position, length_limits, nothing_found
+from flax_transformer.hypotheses import (
+    Hypotheses,
+    LengthLimits,
+    allowed_logits,
+    at_position,
+    nothing_found,
+    only_complete,
+)
 from flax_transformer.primitives import wide
 from transformer_config import BeamConfig, TransformerConfig
 
@@ -19,17 +26,19 @@ CHUNK = 64
 class BeamState(NamedTuple):
     """What a sentence has found, and the beams that go on, the best first."""
 
-    ids: Int[Array, "batch beams max_len"]
+    ids: Int[Array, "batch beams room"]
     log_probs: Float[Array, "batch beams"]
     last: Int[Array, "batch beams"]
     length: Int[Array, " batch"]
     """Pieces so far."""
-    least: Int[Array, " batch"]
-    limit: Int[Array, " batch"]
+    limits: LengthLimits
     pool: Hypotheses
     top_ended: Bool[Array, " batch"]
     """Whether the best candidate of some step was an end."""
+    over: Bool[Array, " batch"]
+    """Whether the pool holds all that is wanted."""
     done: Bool[Array, " batch"]
+    """It is over, or there is no more room."""
 
 
 class _Candidates(NamedTuple):
@@ -54,22 +63,21 @@ class BeamSearch:
         """Beams of a sentence."""
         return self.config.beam_size
 
-    def start(self, src_lengths: Int[Array, " batch"], _numbers: Int[Array, " batch"], dtype: jnp.dtype) -> BeamState:
-        """Before the first piece. A source without pieces is done."""
-        shape = (src_lengths.shape[0], self.beams)
-        least, limit = length_limits(self.config, src_lengths)
-        pool = nothing_found(shape, self.config, self.model, dtype)
+    def start(self, limits: LengthLimits, _numbers: Int[Array, " batch"], *, room: int, dtype: jnp.dtype) -> BeamState:
+        """Before the first piece. What may have no piece is done."""
+        shape = (limits.most.shape[0], self.beams)
+        pool = nothing_found((*shape, room), self.model, dtype)
         return BeamState(
             ids=pool.ids,
             # One beam to begin with: equal ones would stay equal.
             log_probs=pool.scores.at[:, 0].set(0.0),
             last=jnp.full(shape, self.model.bos_id, jnp.int32),
-            length=jnp.zeros_like(src_lengths),
-            least=least,
-            limit=limit,
+            length=jnp.zeros_like(limits.most),
+            limits=limits,
             pool=pool,
             top_ended=jnp.zeros(shape[:1], bool),
-            done=src_lengths == 0,
+            over=limits.most == 0,
+            done=limits.most == 0,
         )
 
     def advance(
@@ -80,7 +88,8 @@ class BeamSearch:
         ends = best.tokens == self.model.eos_id
         length = state.length + 1
         top = jnp.arange(best.tokens.shape[1]) < self.beams
-        finished = top & (ends | (length >= state.limit)[:, None]) & (best.log_probs > -jnp.inf) & ~state.done[:, None]
+        possible = top & (best.log_probs > -jnp.inf) & ~state.done[:, None]
+        finished = possible & (ends | (length >= state.limits.most)[:, None])
         pool = self._merged(state.pool, self._hypotheses(state, best, ends), finished)
         log_probs, places = jax.lax.top_k(jnp.where(ends, -jnp.inf, best.log_probs), self.beams)
         chosen = _Candidates(log_probs, _taken(best.beams, places), _taken(best.tokens, places))
@@ -89,23 +98,25 @@ class BeamSearch:
             log_probs=log_probs,
             last=chosen.tokens,
             length=jnp.where(state.done, state.length, length),
-            least=state.least,
-            limit=state.limit,
+            limits=state.limits,
             pool=pool,
             top_ended=state.top_ended | ends[:, 0],
-            done=state.done | (length >= state.limit),
+            over=state.over,
+            done=state.done,
         )
-        return after._replace(done=after.done | self._is_over(after)), chosen.beams
+        over = state.over | (~state.done & self._is_over(after))
+        return after._replace(over=over, done=state.done | over | (length >= state.ids.shape[-1])), chosen.beams
 
     def found(self, state: BeamState) -> Hypotheses:
-        """The best `num_hypotheses`."""
-        return jax.tree.map(lambda array: array[:, : self.config.num_hypotheses], state.pool)
+        """The best `num_hypotheses`; none of a sentence that is not over."""
+        best = jax.tree.map(lambda array: array[:, : self.config.num_hypotheses], state.pool)
+        return only_complete(best, state.over, self.model)
 
     def _best_continuations(self, state: BeamState, logits: Float[Array, "batch beams vocab"]) -> _Candidates:
         """The best 2·beams of all beams and pieces; of equals that of the better beam, then that of the lower id."""
         normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         of_each = min(2 * self.beams, logits.shape[-1])
-        values, tokens = top_k(allowed_logits(logits, self.model, may_end=state.length >= state.least), of_each)
+        values, tokens = top_k(allowed_logits(logits, self.model, may_end=state.length >= state.limits.least), of_each)
         totals = (state.log_probs[..., None] + (values - normaliser)).reshape(logits.shape[0], -1)
         best, places = jax.lax.top_k(totals, 2 * self.beams)
         return _Candidates(best, places // of_each, _taken(tokens.reshape(logits.shape[0], -1), places))
@@ -145,7 +156,10 @@ class BeamSearch:
         return jax.tree.map(lambda array: _taken(array, order[:, : self.beams]), both)
 
     def _is_over(self, state: BeamState) -> Bool[Array, " batch"]:
-        """Whether nothing of what a sentence could still bring is wanted."""
+        """Whether a sentence has its greatest length, or nothing of what it could still bring is wanted."""
+        return (state.length >= state.limits.most) | self._has_enough(state)
+
+    def _has_enough(self, state: BeamState) -> Bool[Array, " batch"]:
         config, pool, best = self.config, state.pool, state.log_probs[:, 0]
         enough, full = pool.lengths[:, config.num_hypotheses - 1] > 0, pool.lengths[:, -1] > 0
         if config.stopping == "ctranslate2":
@@ -155,7 +169,7 @@ class BeamSearch:
             return full
         if config.stopping == "transformers":
             return full & (best / self._penalty(state.length, best.dtype) <= pool.scores[:, -1])
-        attainable = best / self._penalty(state.limit, best.dtype)
+        attainable = best / self._penalty(state.limits.most, best.dtype)
         if config.stopping == "transformers_never":
             return full & (attainable <= pool.scores[:, -1])
         return enough & (attainable <= pool.scores[:, config.num_hypotheses - 1]) | (best == -math.inf)
@@ -181,8 +195,8 @@ def top_k(x: Float[Array, "*batch classes"], k: int) -> tuple[Float[Array, "*bat
 
 
 def _continued(
-    ids: Int[Array, "batch beams max_len"], candidates: _Candidates, position: Int[Array, " batch"]
-) -> Int[Array, "batch candidates max_len"]:
+    ids: Int[Array, "batch beams room"], candidates: _Candidates, position: Int[Array, " batch"]
+) -> Int[Array, "batch candidates room"]:
     return at_position(_taken(ids, candidates.beams), position, candidates.tokens)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from flax_transformer.beam import BeamSearch
-from flax_transformer.hypotheses import Hypotheses
+from flax_transformer.hypotheses import Hypotheses, LengthLimits, length_limits
 from flax_transformer.layers import LayerCache
 from flax_transformer.masks import padding_mask
 from flax_transformer.sampling import Sampling
@@ -43,7 +43,7 @@ class _Slots(NamedTuple):
     """Number of each in `src`; the number of all where a slot has had none yet."""
     search: Any
     src_mask: Bool[Array, "slots src_len"]
-    lineage: Int[Array, "slots beams max_len"]
+    lineage: Int[Array, "slots beams room"]
     """Which beam each beam was at each position of the ring."""
     caches: tuple[LayerCache, ...]
 
@@ -57,17 +57,27 @@ class _State(NamedTuple):
 
 
 def beam_search(
-    model: Transformer, src: Int[Array, "batch src_len"], *, config: BeamConfig, slots: int | None = None
+    model: Transformer,
+    src: Int[Array, "batch src_len"],
+    *,
+    config: BeamConfig,
+    slots: int | None = None,
+    room: int | None = None,
 ) -> Hypotheses:
     """The likeliest translations that a beam finds, `config.num_hypotheses` a sentence; see `BeamSearch`, `decode`."""
-    return decode(model, src, search=BeamSearch(config, model.config), slots=slots)
+    return decode(model, src, search=BeamSearch(config, model.config), slots=slots, room=room)
 
 
 def greedy(
-    model: Transformer, src: Int[Array, "batch src_len"], *, config: LengthConfig, slots: int | None = None
+    model: Transformer,
+    src: Int[Array, "batch src_len"],
+    *,
+    config: LengthConfig,
+    slots: int | None = None,
+    room: int | None = None,
 ) -> Hypotheses:
     """The likeliest next piece, again and again; one hypothesis a sentence; see `decode`."""
-    return decode(model, src, search=Sampling(config, model.config), slots=slots)
+    return decode(model, src, search=Sampling(config, model.config), slots=slots, room=room)
 
 
 def sample(
@@ -78,9 +88,10 @@ def sample(
     seed: int = 0,
     numbers: Int[Array, " batch"] | None = None,
     slots: int | None = None,
+    room: int | None = None,
 ) -> Hypotheses:
     """`config.num_samples` translations of each sentence, drawn by its number; see `Sampling`, `decode`."""
-    return decode(model, src, search=Sampling(config, model.config, seed), numbers=numbers, slots=slots)
+    return decode(model, src, search=Sampling(config, model.config, seed), numbers=numbers, slots=slots, room=room)
 
 
 def decode(
@@ -90,17 +101,27 @@ def decode(
     search: Search,
     numbers: Int[Array, " batch"] | None = None,
     slots: int | None = None,
+    room: int | None = None,
 ) -> Hypotheses:
     """What `search` finds for each sentence, with at most so many `slots` decoded together; by default all.
 
+    There is room for so many pieces, by default for the longest that may be. Less is faster, because attention runs
+    over all of it; a sentence whose search is not over then has no hypothesis.
+
     pad_id and bos_id are never chosen, unless eos_id is the same. A row of the batch that is all padding has no
     hypothesis. The result of a sentence does not depend on its neighbours, nor on `slots`, but for rounding (D3).
-    Raises ValueError for a `max_len` beyond a learned position table, and for less than one slot.
+    Raises ValueError for a `max_len` beyond a learned position table, for less than one slot and for no room.
     """
     batch = src.shape[0]
     slots = batch if slots is None else min(slots, batch)
     if slots < 1:
         raise ValueError(f"slots: expected at least 1, got {slots}")
+    least, most = length_limits(search.config, model.config, src.shape[1])
+    limits = LengthLimits(jnp.asarray(least), jnp.asarray(most))
+    longest = max(search.config.max_len, int(most.max()))
+    room = longest if room is None else min(room, longest)
+    if room < 1:
+        raise ValueError(f"room: expected at least 1 piece, got {room}")
     # With as many slots as sentences all are filled at once.
     fill = batch if slots == batch else max(1, slots // PARTS_FILLED)
     numbers = jnp.arange(batch, dtype=jnp.int32) if numbers is None else numbers
@@ -111,7 +132,7 @@ def decode(
         rows, of_rows = (jax.lax.dynamic_slice_in_dim(array, state.waiting, fill) for array in (src, numbers))
         found = _collected(state.found, state.slots, search)
         places = jnp.argsort(~state.slots.search.done, stable=True)[:fill]
-        filled = _filled(state.slots, places, model, search, rows, numbers=of_rows, first=state.waiting)
+        filled = _filled(state.slots, places, model, search, rows, limits, numbers=of_rows, first=state.waiting)
         return _State(state.step, state.waiting + fill, filled, found)
 
     def step(state: _State) -> _State:
@@ -133,7 +154,7 @@ def decode(
     state = jax.lax.while_loop(
         is_waiting,
         lambda state: jax.lax.while_loop(partial(goes_on, enough=sizes[1]), step, refill(state)),
-        _empty(model, search, src, slots),
+        _empty(model, search, src, slots, room),
     )
     for size, enough in itertools.pairwise(sizes[1:]):
         state = jax.lax.while_loop(partial(goes_on, enough=enough), step, _in_fewer_slots(state, search, size))
@@ -150,23 +171,23 @@ def _in_fewer_slots(state: _State, search: Search, size: int) -> _State:
     )
 
 
-def _empty(model: Transformer, search: Search, src: Int[Array, "sentences src_len"], slots: int) -> _State:
+def _empty(model: Transformer, search: Search, src: Int[Array, "sentences src_len"], slots: int, room: int) -> _State:
     """Slots that are done without having had a sentence."""
     sentences, src_len = src.shape
-    dtype = _scores_dtype(model)
     nothing = jnp.zeros(slots, jnp.int32)
     memory = jnp.zeros((slots, src_len, model.config.d_model), model.config.dtype)
     of_all = jnp.zeros(sentences, jnp.int32)
-    started: Any = search.start(of_all, of_all, dtype)
+    dtype = _scores_dtype(model)
+    started: Any = search.start(LengthLimits(of_all, of_all), of_all, room=room, dtype=dtype)
     return _State(
         step=jnp.zeros((), jnp.int32),
         waiting=jnp.zeros((), jnp.int32),
         slots=_Slots(
             sentence=jnp.full(slots, sentences, jnp.int32),
-            search=search.start(nothing, nothing, dtype),
+            search=search.start(LengthLimits(nothing, nothing), nothing, room=room, dtype=dtype),
             src_mask=jnp.zeros((slots, src_len), bool),
-            lineage=jnp.zeros((slots, search.beams, search.config.max_len), jnp.int32),
-            caches=model.new_caches(memory, max_len=search.config.max_len, beams=search.beams),
+            lineage=jnp.zeros((slots, search.beams, room), jnp.int32),
+            caches=model.new_caches(memory, max_len=room, beams=search.beams),
         ),
         found=search.found(started),
     )
@@ -178,6 +199,7 @@ def _filled(
     model: Transformer,
     search: Search,
     src: Int[Array, "fill src_len"],
+    limits_by_length: LengthLimits,
     *,
     numbers: Int[Array, " fill"],
     first: Int[Array, ""],
@@ -185,7 +207,8 @@ def _filled(
     """With new sentences in some places. The ring stays as it is: its mask leaves out what was there before."""
     src_mask = padding_mask(src, pad_id=model.config.pad_id)
     memories = model.memory_caches(model.encode(src, src_mask=src_mask))
-    started = search.start(src_mask.sum(axis=-1, dtype=jnp.int32), numbers, _scores_dtype(model))
+    limits = jax.tree.map(lambda by_length: by_length[src_mask.sum(axis=-1)], limits_by_length)
+    started: Any = search.start(limits, numbers, room=slots.lineage.shape[-1], dtype=_scores_dtype(model))
 
     def put(array: Array, new: Array) -> Array:
         return array.at[places].set(new)

@@ -1,9 +1,10 @@
 """What searches have in common: what they find, how long it may be, and which pieces may be chosen."""
 
-import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from transformer_config import LengthConfig, TransformerConfig
@@ -12,10 +13,19 @@ EXTRA_PIECES = 10
 """What a sentence may have beyond `max_len_ratio` times the pieces of its source."""
 
 
+class LengthLimits(NamedTuple):
+    """How long a translation of each sentence may be."""
+
+    least: Int[Array, " batch"]
+    """Pieces that must come before the end."""
+    most: Int[Array, " batch"]
+    """Pieces that may come at most; none for a source without pieces."""
+
+
 class Hypotheses(NamedTuple):
     """Translations of each sentence, the best first."""
 
-    ids: Int[Array, "batch hypotheses max_len"]
+    ids: Int[Array, "batch hypotheses room"]
     """Without bos_id; with eos_id where the hypothesis ended, and pad_id from there on."""
     scores: Float[Array, "batch hypotheses"]
     """What hypotheses are ranked by: `log_probs` over the penalty for length, if any. -inf where there is none."""
@@ -27,35 +37,47 @@ class Hypotheses(NamedTuple):
     """False for what was cut at the limit on length."""
 
 
-def nothing_found(
-    shape: tuple[int, ...], config: LengthConfig, model: TransformerConfig, dtype: jnp.dtype
-) -> Hypotheses:
-    """No hypothesis yet, and room for (batch, hypotheses)."""
-    nothing = jnp.full(shape, -jnp.inf, dtype)
+def nothing_found(shape: tuple[int, int, int], model: TransformerConfig, dtype: jnp.dtype) -> Hypotheses:
+    """No hypothesis yet, and space for (batch, hypotheses, pieces)."""
+    nothing = jnp.full(shape[:2], -jnp.inf, dtype)
     return Hypotheses(
-        ids=jnp.full((*shape, config.max_len), model.pad_id, jnp.int32),
+        ids=jnp.full(shape, model.pad_id, jnp.int32),
         scores=nothing,
         log_probs=nothing,
-        lengths=jnp.zeros(shape, jnp.int32),
-        ended=jnp.zeros(shape, bool),
+        lengths=jnp.zeros(shape[:2], jnp.int32),
+        ended=jnp.zeros(shape[:2], bool),
     )
 
 
-def longest_target(max_len_ratio: float, src_length: int) -> int:
-    """Pieces at most for a source of so many, by the ratio."""
-    return math.floor(max_len_ratio * src_length) + EXTRA_PIECES
-
-
 def length_limits(
-    config: LengthConfig, src_lengths: Int[Array, " batch"]
-) -> tuple[Int[Array, " batch"], Int[Array, " batch"]]:
-    """Pieces that must come before the end, and pieces that may come at most."""
-    limit = jnp.full_like(src_lengths, config.max_len)
+    config: LengthConfig, model: TransformerConfig, src_len: int
+) -> tuple[Int[np.ndarray, " lengths"], Int[np.ndarray, " lengths"]]:
+    """Least and most of `LengthLimits` for sources of 0, 1, ..., `src_len` pieces.
+
+    Raises ValueError for a `max_len` beyond a learned position table.
+    """
+    positions = model.sequence_limit
+    if positions is not None and config.max_len > positions:
+        raise ValueError(f"max_len: expected at most {positions} positions, got {config.max_len}")
+    pieces = np.arange(src_len + 1)
+    most = np.maximum(config.max_len, np.floor(config.max_len_growth * pieces))
+    if positions is not None:
+        most = np.minimum(most, positions)
     if config.max_len_ratio is not None:
-        relative = jnp.floor(config.max_len_ratio * src_lengths).astype(limit.dtype) + EXTRA_PIECES
-        limit = jnp.minimum(limit, relative)
-    least = jnp.ceil(config.min_len_ratio * src_lengths).astype(limit.dtype)
-    return jnp.minimum(jnp.maximum(least, config.min_len), limit - 1), limit
+        most = np.minimum(most, np.floor(config.max_len_ratio * pieces) + EXTRA_PIECES)
+    least = np.maximum(config.min_len, np.ceil(config.min_len_ratio * pieces))
+    most = np.where(pieces > 0, most, 0).astype(np.int32)
+    return np.minimum(least, most - 1).astype(np.int32), most
+
+
+def only_complete(found: Hypotheses, complete: Bool[Array, " batch"], model: TransformerConfig) -> Hypotheses:
+    """Nothing of the sentences that are not complete."""
+
+    def kept(array: Array, nothing: Array) -> Array:
+        return jnp.where(complete.reshape(-1, *[1] * (array.ndim - 1)), array, nothing)
+
+    batch, hypotheses, room = found.ids.shape
+    return jax.tree.map(kept, found, nothing_found((batch, hypotheses, room), model, found.scores.dtype))
 
 
 def allowed_logits(

@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_transformer.hypotheses import Hypotheses, allowed_logits, at_position, length_limits, nothing_found
+from flax_transformer.hypotheses import (
+    Hypotheses,
+    LengthLimits,
+    allowed_logits,
+    at_position,
+    nothing_found,
+    only_complete,
+)
 from flax_transformer.primitives import wide
 from transformer_config import LengthConfig, SamplingConfig, TransformerConfig
 
@@ -19,8 +26,7 @@ class SamplingState(NamedTuple):
     last: Int[Array, "batch beams"]
     length: Int[Array, " batch"]
     """Pieces so far, of those that have not ended."""
-    least: Int[Array, " batch"]
-    limit: Int[Array, " batch"]
+    limits: LengthLimits
     numbers: Int[Array, " batch"]
     """Of the sentences: what samples are drawn by."""
     over: Bool[Array, "batch beams"]
@@ -44,18 +50,16 @@ class Sampling:
         return self.config.num_samples if isinstance(self.config, SamplingConfig) else 1
 
     def start(
-        self, src_lengths: Int[Array, " batch"], numbers: Int[Array, " batch"], dtype: jnp.dtype
+        self, limits: LengthLimits, numbers: Int[Array, " batch"], *, room: int, dtype: jnp.dtype
     ) -> SamplingState:
-        """Before the first piece. A source without pieces is done."""
-        shape = (src_lengths.shape[0], self.beams)
-        least, limit = length_limits(self.config, src_lengths)
-        done = src_lengths == 0
+        """Before the first piece. What may have no piece is done."""
+        shape = (limits.most.shape[0], self.beams)
+        done = limits.most == 0
         return SamplingState(
-            found=nothing_found(shape, self.config, self.model, dtype),
+            found=nothing_found((*shape, room), self.model, dtype),
             last=jnp.full(shape, self.model.bos_id, jnp.int32),
-            length=jnp.zeros_like(src_lengths),
-            least=least,
-            limit=limit,
+            length=jnp.zeros_like(limits.most),
+            limits=limits,
             numbers=numbers,
             over=jnp.broadcast_to(done[:, None], shape),
             done=done,
@@ -66,14 +70,14 @@ class Sampling:
     ) -> tuple[SamplingState, Int[Array, "batch beams"]]:
         """After one more piece; every sample continues itself."""
         logits, found, over = wide(logits), state.found, state.over
-        chosen = self._chosen(state, allowed_logits(logits, self.model, may_end=state.length >= state.least))
+        chosen = self._chosen(state, allowed_logits(logits, self.model, may_end=state.length >= state.limits.least))
         log_probs = jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.where(over, self.model.pad_id, chosen).astype(jnp.int32)
         ended = ~over & (chosen == self.model.eos_id)
         length = state.length + 1
         before = jnp.where(found.lengths > 0, found.log_probs, 0.0)
         log_probs = jnp.where(over, found.log_probs, before + log_probs)
-        after_all = over | ended | (length >= state.limit)[:, None]
+        after_all = over | (~state.done[:, None] & (ended | (length >= state.limits.most)[:, None]))
         after = SamplingState(
             found=Hypotheses(
                 ids=jnp.where(over[..., None], found.ids, at_position(found.ids, state.length, chosen)),
@@ -84,17 +88,19 @@ class Sampling:
             ),
             last=chosen,
             length=jnp.where(state.done, state.length, length),
-            least=state.least,
-            limit=state.limit,
+            limits=state.limits,
             numbers=state.numbers,
             over=after_all,
-            done=after_all.all(axis=1),
+            done=state.done | after_all.all(axis=1) | (length >= found.ids.shape[-1]),
         )
         return after, jnp.broadcast_to(jnp.arange(self.beams), chosen.shape)
 
     def found(self, state: SamplingState) -> Hypotheses:
-        """In the order in which they were drawn; scores are log-probabilities of the model, not narrowed."""
-        return state.found
+        """In the order in which they were drawn; none of a sentence of which some are not over.
+
+        Scores are log-probabilities of the model, not narrowed.
+        """
+        return only_complete(state.found, state.over.all(axis=1), self.model)
 
     def _chosen(self, state: SamplingState, logits: Float[Array, "batch beams vocab"]) -> Int[Array, "batch beams"]:
         if not isinstance(self.config, SamplingConfig):

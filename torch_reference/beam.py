@@ -16,7 +16,7 @@ from transformer_config import BeamConfig
 class Hypotheses(NamedTuple):
     """Translations of each sentence, the best first."""
 
-    ids: Int[Tensor, "batch hypotheses max_len"]
+    ids: Int[Tensor, "batch hypotheses room"]
     """Without bos_id; with eos_id where the hypothesis ended, and pad_id from there on."""
     scores: Float[Tensor, "batch hypotheses"]
     """`log_probs` over the penalty for length: what hypotheses are ranked by. -inf where there is none."""
@@ -62,7 +62,7 @@ def _search(model: Transformer, src: Int[Tensor, "1 src_len"], config: BeamConfi
     src_mask = padding_mask(src, pad_id=model.config.pad_id)
     if not src_mask.any():
         return []
-    least, limit = _length_limits(config, int(src_mask.sum()))
+    least, limit = _length_limits(config, model, int(src_mask.sum()))
     memory = model.encode(src, src_mask=src_mask)
     alive, top_ended = [_Beam((), 0.0)], False
     pool: list[_Hypothesis] = []
@@ -83,9 +83,11 @@ def _search(model: Transformer, src: Int[Tensor, "1 src_len"], config: BeamConfi
     return pool[: config.num_hypotheses]
 
 
-def _length_limits(config: BeamConfig, src_length: int) -> tuple[int, int]:
+def _length_limits(config: BeamConfig, model: Transformer, src_length: int) -> tuple[int, int]:
     """Pieces that must come before the end, and pieces that may come at most."""
-    limit = config.max_len
+    limit = max(config.max_len, math.floor(config.max_len_growth * src_length))
+    if model.config.sequence_limit is not None:
+        limit = min(limit, model.config.sequence_limit)
     if config.max_len_ratio is not None:
         limit = min(limit, math.floor(config.max_len_ratio * src_length) + 10)
     return min(max(config.min_len, math.ceil(config.min_len_ratio * src_length)), limit - 1), limit
@@ -161,9 +163,10 @@ def _is_over(
 
 def _as_tensors(found: list[list[_Hypothesis]], model: Transformer, src: Tensor, config: BeamConfig) -> Hypotheses:
     shape = (len(found), config.num_hypotheses)
+    room = max(config.max_len, *(_length_limits(config, model, length)[1] for length in range(1, src.shape[1] + 1)))
     nothing = torch.full(shape, -math.inf, dtype=next(model.parameters()).dtype, device=src.device)
     hypotheses = Hypotheses(
-        ids=src.new_full((*shape, config.max_len), model.config.pad_id),
+        ids=src.new_full((*shape, room), model.config.pad_id),
         scores=nothing,
         log_probs=nothing.clone(),
         lengths=src.new_zeros(shape),

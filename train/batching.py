@@ -19,8 +19,6 @@ from transformer_config.config import PAD_ID
 
 EXTRA_BUCKETS = 2
 """Shapes, at most, that held-out pairs longer than every training shape may add."""
-SHORTEST_DECODING = 16
-"""Source lengths of decoding batches are this, twice this, four times this, ...: a few shapes serve any text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,49 +308,3 @@ def evaluation_batches(encoded: EncodedText, buckets: Sequence[Bucket]) -> Batch
     by_length = np.argsort(encoded.lengths.max(axis=1), kind="stable")
     bucket_of = _assign(encoded, extended)[by_length]
     return _in_batches(encoded, extended, [by_length[bucket_of == number] for number in range(len(extended))])
-
-
-def decoding_lengths(longest: int) -> tuple[int, ...]:
-    """The padded source lengths that sentences of up to `longest` pieces can have."""
-    lengths = [SHORTEST_DECODING]
-    while lengths[-1] < longest:
-        lengths.append(2 * lengths[-1])
-    return tuple(lengths)
-
-
-def decode_batches(
-    src: list[list[int]], *, rows: int, max_len: int | None = None
-) -> Iterator[tuple[Int64[np.ndarray, "batch"], Int32[np.ndarray, "batch src_len"]]]:
-    """Source sentences for decoding, by padded length, the longest first: where each row stands in `src`, and the rows.
-
-    Lengths are rounded up to the next of `decoding_lengths`, but not beyond `max_len`, the model's table of positions,
-    where one is given. There are always as many `rows`; those that fill up the last ones hold only PAD and have index
-    -1.
-
-    Raises ValueError when a sentence is longer than `max_len`.
-    """
-    if rows < 1:
-        raise ValueError(f"rows: expected at least 1, got {rows}")
-    lengths = np.array([len(sentence) for sentence in src], dtype=np.int64)
-    if max_len is not None and len(src) and lengths.max() > max_len:
-        raise ValueError(
-            f"expected source sentences of at most {max_len} pieces, got {int((lengths > max_len).sum())} longer ones, "
-            f"the longest of {lengths.max()}"
-        )
-    longest_first = np.argsort(-lengths, kind="stable")
-    padded_lengths = np.array(
-        [decoding_lengths(length)[-1] for length in lengths[longest_first].tolist()], dtype=np.int64
-    )
-    for padded_len in np.unique(padded_lengths)[::-1]:
-        for chosen in _chunks(longest_first[padded_lengths == padded_len], rows):
-            src_len = int(padded_len) if max_len is None else min(int(padded_len), max_len)
-            indices = np.full(rows, -1, dtype=np.int64)
-            indices[: len(chosen)] = chosen
-            padded = np.full((rows, src_len), PAD_ID, dtype=np.int32)
-            for row, i in enumerate(chosen):
-                padded[row, : len(src[i])] = src[i]
-            yield indices, padded
-
-
-def _chunks(rows: Int64[np.ndarray, "_"], size: int) -> Iterator[Int64[np.ndarray, "_"]]:
-    return (rows[start : start + size] for start in range(0, len(rows), size))

@@ -265,7 +265,7 @@ class Devices:
         return Compiled(jax.jit(step, out_shardings=self._whole))
 
     def compile_decoding(
-        self, config: TransformerConfig, search: LengthConfig, *, slots: int, seed: int = 0
+        self, config: TransformerConfig, search: LengthConfig, *, slots: int, room: int, seed: int = 0
     ) -> Compiled[..., Any]:
         """Decoding: (params, src, numbers of the sentences) -> `Hypotheses`, with so many slots over all devices.
 
@@ -279,10 +279,10 @@ class Devices:
         ) -> Hypotheses:
             module = with_parameters(model, params)
             if isinstance(search, BeamConfig):
-                return beam_search(module, src, config=search, slots=of_device)
+                return beam_search(module, src, config=search, slots=of_device, room=room)
             if isinstance(search, SamplingConfig):
-                return sample(module, src, config=search, seed=seed, numbers=numbers, slots=of_device)
-            return greedy(module, src, config=search, slots=of_device)
+                return sample(module, src, config=search, seed=seed, numbers=numbers, slots=of_device, room=room)
+            return greedy(module, src, config=search, slots=of_device, room=room)
 
         rows = PartitionSpec(ROWS)
         shared = jax.shard_map(

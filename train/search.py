@@ -61,6 +61,7 @@ class SearchOptions:
             min_len=self.min_len,
             min_len_ratio=self.min_len_ratio,
             max_len=self.max_len or max_len,
+            max_len_growth=0.0 if self.max_len else 2.0,
             max_len_ratio=self.max_len_ratio,
         )
         given = {field.name: getattr(lengths, field.name) for field in dataclasses.fields(lengths)}

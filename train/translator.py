@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from flax_transformer.hypotheses import longest_target
+from flax_transformer.hypotheses import length_limits
 from flax_transformer.transformer import check_ids
-from train.batching import decode_batches, decoding_lengths
 from train.compilation import Compiled
 from train.config import TrainConfig
+from train.decode_shapes import DecodeShape, decode_shapes, source_rows
 from train.parallel import Devices
 from train.search import Search, translations_of_each
 from train.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ class Translations:
 
 def greedy_search(config: TrainConfig) -> LengthConfig:
     """What a run evaluates itself with."""
-    return LengthConfig(max_len=config.evaluation.max_decode_len)
+    return LengthConfig(max_len=config.evaluation.max_decode_len, max_len_growth=2.0)
 
 
 ROWS_AT_ONCE = 2_048
@@ -62,11 +62,7 @@ ROWS_AT_ONCE = 2_048
 
 
 class Translator:
-    """Translates lines with one config; keeps what it has compiled.
-
-    `search.max_len` is raised to twice the pieces of the source where that is more, and lowered to what the model has
-    positions for.
-    """
+    """Translates lines with one config; keeps what it has compiled."""
 
     def __init__(
         self,
@@ -84,18 +80,18 @@ class Translator:
         self._search = search or greedy_search(config)
         self._seed = seed
         self._progress = progress
-        self._compiled: dict[int, Compiled[..., Any]] = {}
+        self._compiled: dict[DecodeShape, Compiled[..., Any]] = {}
         self._longest = 0
 
     @property
     def compilations(self) -> int:
-        """How often decoding was compiled: once for every padded source length."""
+        """How often decoding was compiled: once for every shape."""
         return sum(compiled.compilations for compiled in self._compiled.values())
 
     @property
     def max_compilations(self) -> int:
-        """The most there can be for sources as long as the longest so far: one for each of its `decoding_lengths`."""
-        return len(decoding_lengths(self._longest))
+        """The most there can be for sources as long as the longest so far: one for each of its `decode_shapes`."""
+        return len(self._shapes())
 
     def translate(
         self, params: dict[str, Array], lines: Sequence[str], *, first: int = 0, longest: int | None = None
@@ -108,45 +104,78 @@ class Translator:
         encoded = [[*ids, EOS_ID] for ids in self._tokenizer.encode([line.strip() for line in lines])]
         too_long = tuple(i for i, ids in enumerate(encoded) if longest is not None and len(ids) > longest)
         wanted = [i for i in sorted({*range(len(lines))}.difference(too_long)) if len(encoded[i]) > 1]
-        self._longest = max([self._longest, *(len(encoded[i]) for i in wanted)])
+        self._check_lengths([len(encoded[i]) for i in wanted])
         nothing = (Translation(text="", score=0.0, ended=True),) * translations_of_each(self._search)
         found = [nothing for _ in lines]
-        rows_at_once = self._devices.padded_rows(ROWS_AT_ONCE)
-        # Dealt out one by one, so that every device has long sentences and short ones, and its share of a few.
-        dealt = np.arange(rows_at_once).reshape(-1, len(self._devices.devices)).T.ravel()
-        batches = decode_batches(
-            [encoded[i] for i in wanted],
-            rows=rows_at_once,
-            max_len=self._config.model.sequence_limit,
-        )
-        for rows, src in batches:
-            check_ids(src, name="src", vocab_size=self._config.model.src_vocab_size)
-            indices = np.array([wanted[row] if row >= 0 else -1 for row in rows[dealt]])
-            numbers = np.maximum(first + indices, 0).astype(np.int32)
-            hypotheses = self._decoder(src.shape[1])(params, *map(self._devices.place_sources, (src[dealt], numbers)))
-            ids, scores, ended = jax.device_get((hypotheses.ids, hypotheses.scores, hypotheses.ended))
-            of_rows = self._tokenizer.decode(ids.reshape(-1, ids.shape[-1]).tolist())
-            for row, index in enumerate(indices):
-                if index >= 0:
-                    found[index] = tuple(
-                        Translation(text=of_rows[row * len(nothing) + n], score=float(score), ended=bool(whole))
-                        for n, (score, whole) in enumerate(zip(scores[row], ended[row], strict=True))
-                    )
-            self._progress(int((indices >= 0).sum()))
+        waiting = wanted
+        for shape in self._shapes():
+            # The longest first: those that take the place of others at the end are the soonest done.
+            waiting.sort(key=lambda i: -len(encoded[i]))
+            now = [i for i in waiting if len(encoded[i]) <= shape.src_len]
+            waiting = [i for i in waiting if len(encoded[i]) > shape.src_len]
+            for start in range(0, len(now), ROWS_AT_ONCE):
+                chosen = now[start : start + ROWS_AT_ONCE]
+                numbers = [first + i for i in chosen]
+                translated = self._translated(params, [encoded[i] for i in chosen], numbers, shape)
+                for i, translations in zip(chosen, translated, strict=True):
+                    if translations is None:
+                        waiting.append(i)
+                    else:
+                        found[i] = translations
+                self._progress(sum(translations is not None for translations in translated))
         return Translations(of_lines=tuple(found), too_long=too_long)
 
-    def _decoder(self, src_len: int) -> Compiled[..., Any]:
-        # Room to grow with the source; what no sentence can reach is left out, because room costs time.
-        search, limit = self._search, self._config.model.sequence_limit
-        most = [max(search.max_len, 2 * src_len)]
-        if search.max_len_ratio is not None:
-            most.append(longest_target(search.max_len_ratio, src_len))
-        max_len = min(most if limit is None else [*most, limit])
-        if src_len not in self._compiled:
-            self._compiled[src_len] = self._devices.compile_decoding(
+    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        limit = self._config.model.sequence_limit
+        longer = [length for length in lengths if limit is not None and length > limit]
+        if longer:
+            raise ValueError(
+                f"expected source sentences of at most {limit} pieces, got {len(longer)} longer ones, "
+                f"the longest of {max(longer)}"
+            )
+        self._longest = max([self._longest, *lengths])
+
+    def _shapes(self) -> tuple[DecodeShape, ...]:
+        _, most = length_limits(self._search, self._config.model, self._longest)
+        return decode_shapes(self._longest, int(most.max()))
+
+    def _translated(
+        self, params: dict[str, Array], sentences: list[list[int]], numbers: list[int], shape: DecodeShape
+    ) -> list[tuple[Translation, ...] | None]:
+        """The translations of each sentence; None if they need more room than this shape has."""
+        rows = self._devices.padded_rows(ROWS_AT_ONCE)
+        limit = self._config.model.sequence_limit
+        src_len = shape.src_len if limit is None else min(shape.src_len, limit)
+        src = source_rows(sentences, rows=rows, src_len=src_len)
+        check_ids(src, name="src", vocab_size=self._config.model.src_vocab_size)
+        of_rows = np.resize(np.array(numbers, np.int32), rows)
+        # Dealt out one by one, so that every device has long sentences and short ones, and its share of a few.
+        dealt = np.arange(rows).reshape(-1, len(self._devices.devices)).T.ravel()
+        back = np.argsort(dealt)[: len(sentences)]
+        placed = (self._devices.place_sources(array[dealt]) for array in (src, of_rows))
+        hypotheses = self._decoder(shape)(params, *placed)
+        ids, scores, ended, lengths = (
+            array[back]
+            for array in jax.device_get((hypotheses.ids, hypotheses.scores, hypotheses.ended, hypotheses.lengths))
+        )
+        needs_more = (lengths[:, 0] == 0) & (shape != self._shapes()[-1])
+        texts = iter(self._tokenizer.decode(ids.reshape(-1, ids.shape[-1]).tolist()))
+        translations = [
+            tuple(
+                Translation(text=next(texts), score=float(score), ended=bool(whole))
+                for score, whole in zip(*of_row, strict=True)
+            )
+            for of_row in zip(scores, ended, strict=True)
+        ]
+        return [None if more else of_row for more, of_row in zip(needs_more, translations, strict=True)]
+
+    def _decoder(self, shape: DecodeShape) -> Compiled[..., Any]:
+        if shape not in self._compiled:
+            self._compiled[shape] = self._devices.compile_decoding(
                 self._config.model,
-                dataclasses.replace(search, max_len=max(max_len, search.min_len + 1)),
+                self._search,
                 slots=self._config.evaluation.batch_size,
+                room=shape.room,
                 seed=self._seed,
             )
-        return self._compiled[src_len]
+        return self._compiled[shape]

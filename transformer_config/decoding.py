@@ -17,12 +17,15 @@ class LengthConfig:
     """The same, as a share of the source's pieces; the larger of both counts."""
     max_len: int = 256
     """Pieces at most, the end included."""
+    max_len_growth: float = 0.0
+    """`max_len` is raised to so many pieces for each piece of the source where that is more, as far as the model has
+    positions."""
     max_len_ratio: float | None = None
     """If set, at most so many pieces for each piece of the source, and ten more; the smaller of both counts."""
 
     def __post_init__(self) -> None:
         _expect_at_least(self, 1, "max_len")
-        _expect_at_least(self, 0, "min_len", "min_len_ratio")
+        _expect_at_least(self, 0, "min_len", "min_len_ratio", "max_len_growth")
         if self.min_len >= self.max_len:
             raise ValueError(f"min_len: expected less than max_len={self.max_len}, got {self.min_len}")
         if self.max_len_ratio is not None and not 0.0 < self.max_len_ratio < float("inf"):

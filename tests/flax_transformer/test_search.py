@@ -34,10 +34,13 @@ def sources(batch=21, length=7):
     return src
 
 
-def decoded(model, search, src, slots):
+def decoded(model, search, src, slots, *, room=None):
     abstract = abstract_model(model.config)
-    run = jax.jit(lambda params, src: decode(with_parameters(abstract, params), src, search=search, slots=slots))
-    return jax.device_get(run(parameters(model), src))
+
+    def run(params, src):
+        return decode(with_parameters(abstract, params), src, search=search, slots=slots, room=room)
+
+    return jax.device_get(jax.jit(run)(parameters(model), src))
 
 
 @pytest.mark.usefixtures("x64")
@@ -56,10 +59,42 @@ def test_slots_change_nothing(build, kind):
         np.testing.assert_allclose(found.scores, together.scores, rtol=1e-12)
 
 
-def test_no_slot_is_refused(build):
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("kind", SEARCHES)
+@pytest.mark.parametrize("slots", [4, None])
+def test_less_room_finds_the_same_or_nothing(build, kind, slots):
+    """What takes too long has no hypothesis, whatever else is decoded after it in the same slots."""
+    model, src = lively(build(tie_embeddings="none", eos_id=66)), sources()
+    search = SEARCHES[kind](model.config)
+    whole = decoded(model, search, src, slots)
+    for room in (1, 5, 8, 11, 30):
+        found = decoded(model, search, src, slots, room=room)
+        assert found.ids.shape[-1] == min(room, 11)
+        there = found.lengths[:, 0] > 0
+        assert (found.lengths[~there] == 0).all()
+        assert (found.ids[~there] == model.config.pad_id).all()
+        assert (found.scores[~there] == -np.inf).all()
+        for name in ("ids", "lengths", "ended"):
+            expected = getattr(whole, name)
+            expected = expected[..., :room] if name == "ids" else expected
+            assert (getattr(found, name)[there] == expected[there]).all(), (room, name)
+        np.testing.assert_allclose(found.scores[there], whole.scores[there], rtol=1e-12)
+        real = src.any(axis=1)
+        if room >= 11:
+            assert (there == real).all()
+        elif kind == "greedy":
+            assert (there == real & whole.ended[:, 0] & (whole.lengths[:, 0] <= room)).all()
+        assert room < 8 or there.any(), "the test wants sentences that are done early"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"slots": 0}, "slots: expected at least 1, got 0"), ({"room": 0}, "room: expected at least 1 piece, got 0")],
+)
+def test_no_slot_and_no_room_are_refused(build, options, message):
     model = build()
-    with pytest.raises(ValueError, match="slots: expected at least 1, got 0"):
-        decode(model, jnp.ones((2, 3), jnp.int32), search=SEARCHES["greedy"](model.config), slots=0)
+    with pytest.raises(ValueError, match=message):
+        decode(model, jnp.ones((2, 3), jnp.int32), search=SEARCHES["greedy"](model.config), **options)
 
 
 @settings(deadline=None, max_examples=25)
@@ -135,11 +170,14 @@ def test_limits_by_the_source(build):
         {"min_len_ratio": 0.9},
         {"max_len_ratio": 0.1},
         {"min_len": 2, "min_len_ratio": 0.5, "max_len_ratio": 0.3},
+        {"max_len_growth": 3.4},
+        {"max_len_growth": 9.0, "max_len_ratio": 3.0},
     ):
         config = LengthConfig(max_len=14, **options)
         for search in (Sampling(config, model.config), BeamSearch(BeamConfig(max_len=14, **options), model.config)):
             found = decoded(model, search, src, 6)
-            limit = np.minimum(14, np.floor(options.get("max_len_ratio", 9) * pieces) + 10)
+            limit = np.maximum(14, np.floor(options.get("max_len_growth", 0.0) * pieces))
+            limit = np.minimum(limit, np.floor(options.get("max_len_ratio", 9) * pieces) + 10)
             least = np.maximum(options.get("min_len", 0), np.ceil(options.get("min_len_ratio", 0.0) * pieces))
             real = pieces > 0
             lengths, ended = found.lengths[real, 0], found.ended[real, 0]

@@ -29,6 +29,7 @@ SEARCHES = {
     "one beam": BeamConfig(beam_size=1, max_len=9),
     "GNMT": BeamConfig(beam_size=4, num_hypotheses=4, length_penalty="gnmt", alpha=1.0, max_len=8),
     "lengths": BeamConfig(beam_size=2, num_hypotheses=2, min_len=3, max_len=14, max_len_ratio=0.4),
+    "lengths that grow": BeamConfig(beam_size=2, num_hypotheses=2, max_len=3, max_len_growth=1.7, alpha=0.0),
     "lengths by the source": BeamConfig(beam_size=2, num_hypotheses=2, min_len_ratio=0.9, max_len=12, alpha=2.0),
 }
 

@@ -11,7 +11,6 @@ from train.batching import (
     Batch,
     Bucket,
     Plan,
-    decode_batches,
     drop_long,
     epoch_batches,
     evaluation_batches,
@@ -242,34 +241,6 @@ def test_evaluation_goes_in_order_of_length() -> None:
     order = np.concatenate([plan.pairs(i) for i in range(len(plan))])
     longer = encoded.lengths.max(axis=1)[order]
     assert (np.diff(longer) >= 0).all()
-
-
-@given(lengths=st.lists(st.integers(1, 70), max_size=50), number=st.integers(1, 9))
-def test_decoding_batches_hold_every_sentence_once(lengths: list[int], number: int) -> None:
-    src = [row.tolist() for row in encoded_of([(length, 1) for length in lengths]).src] if lengths else []
-    seen: list[int] = []
-    shapes = set()
-    for indices, rows in decode_batches(src, rows=number):
-        assert rows.dtype == np.int32
-        shapes.add(rows.shape)
-        for i, row in zip(indices.tolist(), rows, strict=True):
-            if i < 0:
-                assert not row.any()
-            else:
-                assert row[row != PAD_ID].tolist() == src[i]
-                seen.append(i)
-    assert sorted(seen) == list(range(len(src)))
-    assert [len(src[i]) for i in seen] == sorted(lengths, reverse=True)
-    assert shapes <= {(number, src_len) for src_len in (16, 32, 64, 128)}
-
-
-def test_decoding_keeps_within_the_table_of_positions() -> None:
-    src = [row.tolist() for row in encoded_of([(18, 1), (3, 1)]).src]
-    assert [rows.shape for _, rows in decode_batches(src, rows=2, max_len=20)] == [(2, 20), (2, 16)]
-    with pytest.raises(ValueError, match="at most 17 pieces, got 1 longer ones, the longest of 18"):
-        list(decode_batches(src, rows=2, max_len=17))
-    with pytest.raises(ValueError, match="rows: expected at least 1, got 0"):
-        list(decode_batches(src, rows=0))
 
 
 def test_long_pairs_are_counted_on_either_side() -> None:
