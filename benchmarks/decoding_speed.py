@@ -23,9 +23,11 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from train.cpu_devices import one_device_a_core
 from train.host_memory import keep_freed_memory
 
 keep_freed_memory()
+one_device_a_core()
 
 import ctranslate2  # noqa: E402
 import jax  # noqa: E402
@@ -66,19 +68,21 @@ class Ours:
 
 
 class Transformers:
-    """`generate` on the same batches, in order of length."""
+    """`generate`, which decodes the batches it is given: in the order of the file, or sorted by length beforehand."""
 
-    def __init__(self, trained: TrainedRun, weights: Any, lines: list[str], batch_size: int):
+    def __init__(self, trained: TrainedRun, weights: Any, lines: list[str], batch_size: int, *, by_length: bool):
         self.model = marian(trained.config.model, weights)
         self.trained, self.batch_size = trained, batch_size
         self.ids = _encoded(trained, lines)
+        self.order = np.arange(len(lines))
+        if by_length:
+            self.order = np.argsort([len(ids) for ids in self.ids], kind="stable")
 
     def __call__(self) -> list[tuple[str, float]]:
         """Best translation and score of each line."""
         output: list[Any] = [None] * len(self.ids)
-        order = np.argsort([len(ids) for ids in self.ids], kind="stable")
-        for start in range(0, len(order), self.batch_size):
-            rows = order[start : start + self.batch_size]
+        for start in range(0, len(self.order), self.batch_size):
+            rows = self.order[start : start + self.batch_size]
             src = torch.full((len(rows), max(len(self.ids[i]) for i in rows)), PAD_ID)
             for row, i in enumerate(rows):
                 src[row, : len(self.ids[i])] = torch.tensor(self.ids[i])
@@ -140,7 +144,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(THREADS)
-    trained = load_run(arguments.run).with_batch_size(arguments.batch_size)
+    trained = load_run(arguments.run, num_devices=None).with_batch_size(arguments.batch_size)
     corpus = trained.config.corpus
     if arguments.data is not None:
         corpus = dataclasses.replace(corpus, path=arguments.data)
@@ -153,7 +157,8 @@ def main() -> None:
             "ours, by CTranslate2's rule": Ours(trained, lines, "ctranslate2", max_len_ratio=None),
             "ours, by transformers' rule": Ours(trained, lines, "transformers", max_len_ratio=None),
             "CTranslate2": CTranslate2(trained, weights, lines, arguments.batch_size, Path(folder) / "model"),
-            "transformers": Transformers(trained, weights, lines, arguments.batch_size),
+            "transformers, by length": Transformers(trained, weights, lines, arguments.batch_size, by_length=True),
+            "transformers, as the file": Transformers(trained, weights, lines, arguments.batch_size, by_length=False),
         }
         figures = measure(systems, list(text.target), arguments)
     print(json.dumps(figures, indent=1))
@@ -200,11 +205,14 @@ def measure(
         },
         "speed of ours over CTranslate2, by its rule": ratio("ours, by CTranslate2's rule", "CTranslate2"),
         "speed of ours over CTranslate2, bound": ratio("ours, bound", "CTranslate2"),
-        "speed of ours over transformers, by its rule": ratio("ours, by transformers' rule", "transformers"),
-        "speed of ours over transformers, bound": ratio("ours, bound", "transformers"),
+        **{
+            f"speed of {ours} over {theirs}": ratio(ours, theirs)
+            for ours in ("ours, by transformers' rule", "ours, bound")
+            for theirs in ("transformers, by length", "transformers, as the file")
+        },
         "BLEU": {name: round(score([text for text, _ in each], references).bleu, 2) for name, each in found.items()},
         "CTranslate2, by its rule": compared(found["ours, by CTranslate2's rule"], found["CTranslate2"]),
-        "transformers, by its rule": compared(found["ours, by transformers' rule"], found["transformers"]),
+        "transformers, by its rule": compared(found["ours, by transformers' rule"], found["transformers, by length"]),
     }
 
 

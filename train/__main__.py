@@ -79,6 +79,8 @@ def translate(
         ema: Translate with the moving average, which a run with optimizer.ema_decay has; this is also the default.
         num_devices: Devices to share out the sentences to; by default all there are.
     """
+    _prepare_for_decoding()
+
     from train.translate import load_run, translate_stream
 
     trained = load_run(run, average_last=average_last, ema=ema, num_devices=num_devices)
@@ -113,6 +115,8 @@ def evaluate(
         data: Folder to read the corpus from, where it is not where the run's config says.
         json: Print the scores as JSON, and nothing else.
     """
+    _prepare_for_decoding()
+
     from rich.console import Console
 
     from train.evaluate_run import evaluate_run
@@ -181,6 +185,15 @@ def attention(
 
     print(write_attention(run, sentence, translation=translation, output=output))
     return 0
+
+
+def _prepare_for_decoding() -> None:
+    """Before jax begins."""
+    from train.cpu_devices import one_device_a_core
+    from train.host_memory import keep_freed_memory
+
+    keep_freed_memory()
+    one_device_a_core()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -137,9 +137,16 @@ def test_perfect_translations(folder: Path, corpus: Path, monkeypatch) -> None:
         (
             {"beam": 3, "alpha": 1.5, "stopping": "ctranslate2", "length_penalty": "gnmt"},
             BeamConfig(
-                beam_size=3, alpha=1.5, stopping="ctranslate2", length_penalty="gnmt", max_len=8, max_len_ratio=2.0
+                beam_size=3,
+                alpha=1.5,
+                stopping="ctranslate2",
+                length_penalty="gnmt",
+                max_len=8,
+                max_len_growth=2.0,
+                max_len_ratio=2.0,
             ),
-            "beam, beam_size=3, length_penalty=gnmt, alpha=1.5, stopping=ctranslate2, max_len=8, max_len_ratio=2.0.",
+            "beam, beam_size=3, length_penalty=gnmt, alpha=1.5, stopping=ctranslate2, max_len=8, max_len_growth=2.0, "
+            "max_len_ratio=2.0.",
         ),
         (
             {"beam": 1, "max_len": 7, "max_len_ratio": None, "min_len": 2},
@@ -148,8 +155,8 @@ def test_perfect_translations(folder: Path, corpus: Path, monkeypatch) -> None:
         ),
         (
             {"sample": True, "seed": 5, "top_k": 3},
-            SamplingConfig(top_k=3, max_len=8, max_len_ratio=2.0),
-            "sampling, temperature=1.0, top_k=3, max_len=8, max_len_ratio=2.0, seed=5.",
+            SamplingConfig(top_k=3, max_len=8, max_len_growth=2.0, max_len_ratio=2.0),
+            "sampling, temperature=1.0, top_k=3, max_len=8, max_len_growth=2.0, max_len_ratio=2.0, seed=5.",
         ),
     ],
 )

@@ -109,6 +109,32 @@ def test_what_stands_beside_a_line_changes_nothing(run_dir, options):
     assert among_others[2 * each : 3 * each] == expected[2 * each : 3 * each]
 
 
+@pytest.mark.parametrize("options", [{"beam": 2}, {"beam": 1}, {"sample": True, "nbest": 2}])
+def test_what_needs_more_room_is_translated_again(run_dir, monkeypatch, options):
+    trained = load_run(run_dir)
+    search = SearchOptions(**options).search(max_len=8)
+
+    def translated():
+        lines: list[int] = []
+        translator = Translator(
+            trained.config, trained.tokenizer, trained.devices, search=search, progress=lines.append
+        )
+        found = translator.translate(trained.params, LINES)
+        assert translator.compilations <= translator.max_compilations
+        assert sum(lines) == sum(bool(line.strip()) for line in LINES)
+        return found, translator.compilations
+
+    at_once, compilations = translated()
+    assert compilations == 1
+    monkeypatch.setattr("train.decode_shapes.ROOM", 0.25)
+    in_turns, compilations = translated()
+    assert compilations > 1
+    assert in_turns.unfinished == at_once.unfinished
+    for first, second in zip(in_turns.of_lines, at_once.of_lines, strict=True):
+        assert [one.text for one in first] == [one.text for one in second]
+        assert [one.score for one in first] == pytest.approx([one.score for one in second], abs=1e-4)
+
+
 def test_samples(run_dir):
     def draw(seed, nbest=40, **options):
         lines = translate(run_dir, b"eins zwei drei\n", sample=True, nbest=nbest, seed=seed, **options)
