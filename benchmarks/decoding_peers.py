@@ -1,6 +1,6 @@
-"""The same trained weights in the hands of `transformers` (as a Marian model) and of CTranslate2."""
+"""The same trained weights in the hands of `transformers` and of CTranslate2."""
 
-import json
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,10 +16,10 @@ Weights = Mapping[str, np.ndarray]
 
 def expect_expressible(config: TransformerConfig) -> None:
     """Raises ValueError for a model that neither of the two could be."""
-    fields = {"norm_order": "post", "activation": "relu", "tie_embeddings": "all", "use_bias": True, "window": None}
+    fields = {"activation": "relu", "tie_embeddings": "all", "use_bias": True, "window": None}
     for name, expected in fields.items():
         if getattr(config, name) != expected:
-            raise ValueError(f"{name}: expected {expected!r} for a Marian model, got {getattr(config, name)!r}")
+            raise ValueError(f"{name}: expected {expected!r} for a model of either, got {getattr(config, name)!r}")
 
 
 def position_table(config: TransformerConfig, length: int) -> np.ndarray:
@@ -34,56 +34,71 @@ _SUBLAYERS = {
 }
 
 
-def marian(config: TransformerConfig, weights: Weights, *, positions: int = 512) -> torch.nn.Module:
-    """A MarianMTModel with these weights, and with our table of positions in the place of its own."""
-    from transformers import MarianConfig, MarianMTModel
+def transformers_model(config: TransformerConfig, weights: Weights, *, positions: int = 512) -> torch.nn.Module:
+    """A model of `transformers` with these weights, and with our table of positions in the place of its own.
+
+    Marian where norms come after, M2M100 where they come first.
+    """
+    from transformers import M2M100Config, M2M100ForConditionalGeneration, MarianConfig, MarianMTModel
 
     expect_expressible(config)
-    model = MarianMTModel(
-        MarianConfig(
-            vocab_size=config.tgt_vocab_size,
-            d_model=config.d_model,
-            encoder_layers=config.num_encoder_layers,
-            decoder_layers=config.num_decoder_layers,
-            encoder_attention_heads=config.num_heads,
-            decoder_attention_heads=config.num_heads,
-            encoder_ffn_dim=config.d_ff,
-            decoder_ffn_dim=config.d_ff,
-            max_position_embeddings=positions,
-            activation_function="relu",
-            scale_embedding=True,
-            pad_token_id=PAD_ID,
-            bos_token_id=BOS_ID,
-            eos_token_id=EOS_ID,
-            forced_eos_token_id=None,
-            decoder_start_token_id=BOS_ID,
-        )
+    post = config.norm_order == "post"
+    shape = {
+        "vocab_size": config.tgt_vocab_size,
+        "d_model": config.d_model,
+        "encoder_layers": config.num_encoder_layers,
+        "decoder_layers": config.num_decoder_layers,
+        "encoder_attention_heads": config.num_heads,
+        "decoder_attention_heads": config.num_heads,
+        "encoder_ffn_dim": config.d_ff,
+        "decoder_ffn_dim": config.d_ff,
+        "max_position_embeddings": positions,
+        "activation_function": "relu",
+        "scale_embedding": True,
+        "pad_token_id": PAD_ID,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "forced_eos_token_id": None,
+        "decoder_start_token_id": BOS_ID,
+    }
+    model = (
+        MarianMTModel(MarianConfig(**shape)) if post else M2M100ForConditionalGeneration(M2M100Config(**shape))
     ).eval()
     table = position_table(config, positions)
     state = {"model.shared.weight": weights["src_embedding.weight"], "lm_head.weight": weights["src_embedding.weight"]}
-    for side, sublayers in _SUBLAYERS.items():
+    state |= _of_layers(config, weights)
+    for side in _SUBLAYERS:
         state[f"model.{side}.embed_tokens.weight"] = weights["src_embedding.weight"]
-        state[f"model.{side}.embed_positions.weight"] = table
-        layers = config.num_encoder_layers if side == "encoder" else config.num_decoder_layers
-        for i in range(layers):
-            ours, theirs = f"{side}.layers.{i}", f"model.{side}.layers.{i}"
-            for sublayer, norm in sublayers.items():
-                last = sublayer == "feed_forward"
-                name = {"self_attn": "self_attn", "cross_attn": "encoder_attn", "feed_forward": "final"}[sublayer]
-                for kind in ("weight", "bias"):
-                    state[f"{theirs}.{name}_layer_norm.{kind}"] = weights[f"{ours}.{norm}.{kind}"]
-                    if last:
-                        for n in (1, 2):
-                            state[f"{theirs}.fc{n}.{kind}"] = weights[f"{ours}.feed_forward.linear{n}.{kind}"]
-                        continue
-                    for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
-                        state[f"{theirs}.{name}.{projection}.{kind}"] = weights[
-                            f"{ours}.{sublayer}.{projection}.{kind}"
-                        ]
+        if post:
+            state[f"model.{side}.embed_positions.weight"] = table
+        else:
+            # Rows are counted from the one after padding's.
+            getattr(model.model, side).embed_positions.weights[PAD_ID + 1 : PAD_ID + 1 + positions] = torch.tensor(
+                table
+            )
+            for kind in ("weight", "bias"):
+                state[f"model.{side}.layer_norm.{kind}"] = weights[f"{side}.final_norm.{kind}"]
     missing, unexpected = model.load_state_dict({k: torch.tensor(v) for k, v in state.items()}, strict=False)
     if unexpected or set(missing) - {"final_logits_bias"}:
-        raise ValueError(f"expected the names of a Marian model, got missing {missing} and unexpected {unexpected}")
+        raise ValueError(f"expected the names of the model, got missing {missing} and unexpected {unexpected}")
     return model
+
+
+def _of_layers(config: TransformerConfig, weights: Weights) -> dict[str, np.ndarray]:
+    state = {}
+    for side, sublayers in _SUBLAYERS.items():
+        layers = config.num_encoder_layers if side == "encoder" else config.num_decoder_layers
+        for i, (sublayer, norm), kind in itertools.product(range(layers), sublayers.items(), ("weight", "bias")):
+            ours, theirs = f"{side}.layers.{i}", f"model.{side}.layers.{i}"
+            name = {"self_attn": "self_attn", "cross_attn": "encoder_attn", "feed_forward": "final"}[sublayer]
+            state[f"{theirs}.{name}_layer_norm.{kind}"] = weights[f"{ours}.{norm}.{kind}"]
+            if sublayer == "feed_forward":
+                for n in (1, 2):
+                    state[f"{theirs}.fc{n}.{kind}"] = weights[f"{ours}.feed_forward.linear{n}.{kind}"]
+            else:
+                for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
+                    state[f"{theirs}.{name}.{projection}.{kind}"] = weights[f"{ours}.{sublayer}.{projection}.{kind}"]
+    return state
 
 
 def ctranslate2_folder(config: TransformerConfig, weights: Weights, folder: Path, *, positions: int = 512) -> None:
@@ -95,7 +110,7 @@ def ctranslate2_folder(config: TransformerConfig, weights: Weights, folder: Path
     spec = transformer_spec.TransformerSpec.from_config(
         (config.num_encoder_layers, config.num_decoder_layers),
         config.num_heads,
-        pre_norm=False,
+        pre_norm=config.norm_order == "pre",
         activation=common_spec.Activation.RELU,
     )
 
@@ -115,6 +130,8 @@ def ctranslate2_folder(config: TransformerConfig, weights: Weights, folder: Path
         of_side.position_encodings.encodings = position_table(config, positions)
         embeddings = of_side.embeddings[0] if side == "encoder" else of_side.embeddings
         embeddings.weight = weights["src_embedding.weight"]
+        if config.norm_order == "pre":
+            norm(of_side.layer_norm, f"{side}.final_norm")
         for i, layer in enumerate(of_side.layer):
             ours = f"{side}.layers.{i}"
             fused(layer.self_attention.linear[0], f"{ours}.self_attn", "qkv")
@@ -138,4 +155,3 @@ def ctranslate2_folder(config: TransformerConfig, weights: Weights, folder: Path
     spec.validate()
     folder.mkdir(parents=True, exist_ok=True)
     spec.save(str(folder))
-    json.loads((folder / "config.json").read_text())

@@ -3,7 +3,7 @@
     pip install -e '.[torch,bench]'
     python benchmarks/decoding_speed.py --run RUN [--data FOLDER] [--split test_2016_flickr] [--json FILE]
 
-RUN is a training run whose model a Marian model can be (post-norm, relu, one matrix of embeddings). A beam of 4, alpha
+RUN is a training run whose model the others can be (relu, one matrix of embeddings). A beam of 4, alpha
 0.6, float32, two threads, everything in one process in turns; seconds are medians over the rounds, without compiling,
 which is stated apart. Ours is measured with its own rule for when a sentence is over, and with the rule of each of the
 others; translations are compared under the same rule.
@@ -34,7 +34,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from decoding_peers import ctranslate2_folder, marian  # noqa: E402
+from decoding_peers import ctranslate2_folder, transformers_model  # noqa: E402
 
 from parity.weights.twins import twin_mapping  # noqa: E402
 from train.corpus import load_split  # noqa: E402
@@ -71,7 +71,7 @@ class Transformers:
     """`generate`, which decodes the batches it is given: in the order of the file, or sorted by length beforehand."""
 
     def __init__(self, trained: TrainedRun, weights: Any, lines: list[str], batch_size: int, *, by_length: bool):
-        self.model = marian(trained.config.model, weights)
+        self.model = transformers_model(trained.config.model, weights)
         self.trained, self.batch_size = trained, batch_size
         self.ids = _encoded(trained, lines)
         self.order = np.arange(len(lines))

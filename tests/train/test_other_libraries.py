@@ -1,6 +1,8 @@
 """The stopping rules that bear other libraries' names find what those libraries find, with the same weights."""
 
+import functools
 import importlib.util
+import itertools
 from pathlib import Path
 
 import jax
@@ -15,7 +17,7 @@ from parity.weights.twins import twin_mapping
 from transformer_config import BOS_ID, EOS_ID, PAD_ID, BeamConfig, TransformerConfig
 
 SENTENCES, MAX_LEN = 40, 14
-END_LIKELIER = 2.5
+END_LIKELIER = {"post": 2.5, "pre": 1.2}
 
 
 def _peers():
@@ -29,21 +31,28 @@ def _peers():
 peers = _peers()
 
 
-@pytest.fixture(scope="module")
-def setting():
+@functools.cache
+def setting(norm_order):
     """A model that says different things and ends at different lengths, and sources with padding."""
     config = TransformerConfig.tiny(
-        dropout=0.0, activation="relu", tie_embeddings="all", src_vocab_size=37, tgt_vocab_size=37, norm_order="post"
+        dropout=0.0,
+        activation="relu",
+        tie_embeddings="all",
+        src_vocab_size=37,
+        tgt_vocab_size=37,
+        norm_order=norm_order,
     )
     weights = {
         name: array * (3 if array.ndim > 1 and "embedding" not in name else 1)
         for name, array in random_weights(config, seed=3).items()
     }
     # The end becomes likelier than other pieces, whatever was said.
-    last = f"decoder.layers.{config.num_decoder_layers - 1}.norm3.bias"
+    last = f"decoder.layers.{config.num_decoder_layers - 1}.norm3" if norm_order == "post" else "decoder.final_norm"
     direction = np.eye(config.d_model, dtype=np.float32)[0]
-    weights[last] = weights[last] + 2 * direction
-    weights["src_embedding.weight"][EOS_ID] += END_LIKELIER * direction
+    if norm_order == "pre":  # where what came in would weigh more
+        weights[f"{last}.weight"] = weights[f"{last}.weight"] * (1 - direction)
+    weights[f"{last}.bias"] = weights[f"{last}.bias"] + 2 * direction
+    weights["src_embedding.weight"][EOS_ID] += END_LIKELIER[norm_order] * direction
     # What is never chosen is hardly likely either: CTranslate2 would share out its probability.
     weights["src_embedding.weight"][[PAD_ID, BOS_ID]] -= 20 * direction
     rng = np.random.default_rng(0)
@@ -54,8 +63,8 @@ def setting():
     return config, weights, src
 
 
-def ours(setting, **options):
-    config, weights, src = setting
+def ours(norm_order, **options):
+    config, weights, src = setting(norm_order)
     params = twin_mapping(tied=True).apply(weights)
     search = BeamConfig(beam_size=4, num_hypotheses=4, max_len=MAX_LEN, **options)
     run = jax.jit(lambda params, src: beam_search(with_parameters(abstract_model(config), params), src, config=search))
@@ -75,13 +84,16 @@ def assert_same(got, expected):
     assert 0 < ends < 4 * SENTENCES, "the test wants hypotheses that end and hypotheses that do not"
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.5])
+EARLY = {"transformers": False, "transformers_early": True, "transformers_never": "never"}
+
+
 @pytest.mark.parametrize(
-    ("stopping", "early"), [("transformers", False), ("transformers_early", True), ("transformers_never", "never")]
+    ("norm_order", "stopping", "alpha"),
+    [*itertools.product(["post"], EARLY, [0.0, 0.6, 1.5]), ("pre", "transformers", 0.6)],
 )
-def test_transformers(setting, stopping, early, alpha):
-    config, weights, src = setting
-    model = peers.marian(config, weights)
+def test_transformers(norm_order, stopping, alpha):
+    config, weights, src = setting(norm_order)
+    model = peers.transformers_model(config, weights)
     with torch.no_grad():
         found = model.generate(
             torch.from_numpy(src).long(),
@@ -89,7 +101,7 @@ def test_transformers(setting, stopping, early, alpha):
             num_beams=4,
             num_return_sequences=4,
             length_penalty=alpha,
-            early_stopping=early,
+            early_stopping=EARLY[stopping],
             max_new_tokens=MAX_LEN,
             suppress_tokens=[PAD_ID, BOS_ID],
             return_dict_in_generate=True,
@@ -99,14 +111,14 @@ def test_transformers(setting, stopping, early, alpha):
     for ids, score in zip(found.sequences[:, 1:].tolist(), found.sequences_scores.tolist(), strict=True):
         expected.append(([i for i in ids if i not in (PAD_ID, EOS_ID)], score))
     expected = [expected[i : i + 4] for i in range(0, len(expected), 4)]
-    assert_same(ours(setting, stopping=stopping, alpha=alpha), expected)
+    assert_same(ours(norm_order, stopping=stopping, alpha=alpha), expected)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.5])
-def test_ctranslate2(setting, tmp_path, alpha):
+@pytest.mark.parametrize(("norm_order", "alpha"), [("post", 0.0), ("post", 0.6), ("post", 1.5), ("pre", 0.6)])
+def test_ctranslate2(norm_order, tmp_path, alpha):
     import ctranslate2
 
-    config, weights, src = setting
+    config, weights, src = setting(norm_order)
     peers.ctranslate2_folder(config, weights, tmp_path / "model")
     translator = ctranslate2.Translator(str(tmp_path / "model"), device="cpu", compute_type="float32")
     found = translator.translate_batch(
@@ -123,4 +135,4 @@ def test_ctranslate2(setting, tmp_path, alpha):
         [([int(i) for i in ids], score) for ids, score in zip(each.hypotheses, each.scores, strict=True)]
         for each in found
     ]
-    assert_same(ours(setting, stopping="ctranslate2", alpha=alpha), expected)
+    assert_same(ours(norm_order, stopping="ctranslate2", alpha=alpha), expected)
