@@ -31,7 +31,7 @@ from train.batching import evaluation_batches, plan_buckets
 from train.config import BatchConfig, OptimizerConfig
 from train.corpus import ParallelText, load_corpus
 from train.loss import label_smoothed_cross_entropy
-from train.schedule import noam_schedule
+from train.schedule import make_schedule
 from train.sentences import encode_text
 from train.state import TrainState, make_adam, make_clipping, make_optimizer
 from train.step import Arrays, make_update
@@ -64,7 +64,8 @@ def twin_pair(
     if config.attention == "library":
         raise ValueError("expected attention='plain' or 'blockwise' for a parity check, got 'library'")
     warmup = optimizer.warmup_steps
-    around = (1, 2, warmup - 1, warmup, warmup + 1, 2 * warmup, 100_000)
+    decay = optimizer.decay_steps or warmup
+    around = (1, 2, warmup - 1, warmup, warmup + 1, 2 * warmup, (warmup + decay) // 2, decay, 100_000)
     return Pair(
         name=name,
         reference=_reference_side(config, optimizer, smoothing=smoothing),
@@ -75,6 +76,11 @@ def twin_pair(
         adversarial=lambda seed: hard_batches(config, seed=seed),
         schedule_steps=tuple(step for step in dict.fromkeys(around) if step >= 1),
     )
+
+
+def has_reference(optimizer: OptimizerConfig) -> bool:
+    """Whether the torch reference can take the same steps."""
+    return optimizer.name == "adam" and optimizer.schedule in ("noam", "cosine")
 
 
 def _reference_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float) -> Side:
@@ -99,7 +105,7 @@ def _no_reference() -> Any:
 
 def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float) -> Side:
     clipping = make_clipping(optimizer)
-    noam = noam_schedule(d_model=config.d_model, warmup_steps=optimizer.warmup_steps, factor=optimizer.noam_factor)
+    schedule = make_schedule(optimizer, d_model=config.d_model)
     # When it is first called: a float64 model is only made where float64 is switched on.
     update = functools.cache(lambda: jit(make_update(in_precision(config, "float64"), optimizer, smoothing=smoothing)))
     sites = Sites(config, port_sites)
@@ -136,7 +142,7 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
         initial=lambda seed: draw_parameters(jax.random.key(seed)),
         clip=lambda gradients: clipping.update(gradients, clipping.init(gradients))[0],
         optimizer=make_adam(optimizer, 1.0),
-        schedule=lambda step: noam(step - 1),
+        schedule=lambda step: schedule(step - 1),
         training=Training(
             start=start,
             step=step,
@@ -194,8 +200,8 @@ def preset_pair(config: TransformerConfig, *, seed: int = 0, name: str = "twins"
 def checkpoint_pair(run: Path, *, pairs: int = 24) -> Pair:
     """The trained weights of a run, and batches of its own validation text.
 
-    What the reference, which is the paper's, does not have, the check leaves out and the pair's name says so: of a run
-    with another optimizer or schedule, Adam and Noam take the training steps.
+    What the reference does not have, the check leaves out and the pair's name says so: of a run with another optimizer
+    or schedule, Adam and Noam take the training steps.
 
     Raises FileNotFoundError or ValueError that names what is missing from the run.
     """
@@ -210,7 +216,7 @@ def checkpoint_pair(run: Path, *, pairs: int = 24) -> Pair:
     params = {name: np.asarray(array).astype(np.float32) for name, array in trained.params.items()}
     weights = twin_mapping(tied=config.tie_embeddings == "all").inverse().apply(params)
     optimizer = trained.config.optimizer
-    if (optimizer.name, optimizer.schedule) != ("adam", "noam"):
+    if not has_reference(optimizer):
         name = f"{name}, where Adam and Noam take the place of {optimizer.name} and {optimizer.schedule}"
         optimizer = dataclasses.replace(OPTIMIZER, clip_norm=optimizer.clip_norm)
     return twin_pair(

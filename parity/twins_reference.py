@@ -8,7 +8,7 @@ import torch
 
 import torch_reference
 from parity.pair import Precision, Side, Training
-from parity.twins import decoded_beam, in_precision
+from parity.twins import decoded_beam, has_reference, in_precision
 from parity.twins_sites import RecordedSites, Sites
 from torch_reference import training as reference_training
 from torch_reference.beam import beam_search as torch_beam_search
@@ -20,11 +20,6 @@ from transformer_config import BeamConfig, TransformerConfig
 def side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: float) -> Side:
     """What the torch reference brings to a pair."""
     options = training_options(optimizer, smoothing=smoothing)
-    noam: dict[str, Any] = {
-        "d_model": config.d_model,
-        "warmup_steps": optimizer.warmup_steps,
-        "factor": optimizer.noam_factor,
-    }
     sites = Sites(config, _reference_sites)
 
     def build(precision: Precision, seed: int = 0) -> torch_reference.Transformer:
@@ -61,7 +56,7 @@ def side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothing: fl
         ),
         clip=clip,
         optimizer=lambda parameters: reference_training.adam(parameters, options),
-        schedule=lambda step: reference_training.noam_lr(step, **noam),
+        schedule=lambda step: reference_training.learning_rate(step, options, d_model=config.d_model),
         training=Training(
             start=lambda module: reference_training.initial_state(module, options),
             step=step,
@@ -108,10 +103,17 @@ def training_options(optimizer: OptimizerConfig, *, smoothing: float) -> referen
 
     Raises ValueError for an optimizer or schedule that the reference, which is the paper's, does not have.
     """
-    if optimizer.name != "adam" or optimizer.schedule != "noam":
+    if not has_reference(optimizer):
         raise ValueError(
-            "expected optimizer.name='adam' and optimizer.schedule='noam', which the torch reference has, got "
-            f"{optimizer.name!r} and {optimizer.schedule!r}"
+            "expected optimizer.name='adam' and optimizer.schedule='noam' or 'cosine', which the torch reference has, "
+            f"got {optimizer.name!r} and {optimizer.schedule!r}"
+        )
+    cosine = None
+    if optimizer.schedule == "cosine":
+        assert optimizer.learning_rate is not None, "OptimizerConfig asks for it"
+        assert optimizer.decay_steps is not None, "OptimizerConfig asks for them"
+        cosine = reference_training.CosineDecay(
+            peak=optimizer.learning_rate, decay_steps=optimizer.decay_steps, final_share=optimizer.final_share
         )
     return reference_training.TrainingOptions(
         b1=optimizer.b1,
@@ -119,6 +121,7 @@ def training_options(optimizer: OptimizerConfig, *, smoothing: float) -> referen
         eps=optimizer.eps,
         noam_factor=optimizer.noam_factor,
         warmup_steps=optimizer.warmup_steps,
+        cosine=cosine,
         clip_norm=optimizer.clip_norm,
         label_smoothing=smoothing,
     )

@@ -17,6 +17,22 @@ from torch_reference.transformer import Transformer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CosineDecay:
+    """A learning rate that is given, in the place of the paper's. Raises ValueError as `TrainingOptions` does."""
+
+    peak: float
+    decay_steps: int
+    """The step at which it has reached its end; it rises for `TrainingOptions.warmup_steps`."""
+    final_share: float = 0.0
+    """Of the peak, at the end."""
+
+    def __post_init__(self) -> None:
+        for name in ("peak", "decay_steps"):
+            _expect(getattr(self, name) > 0, name, "more than 0", getattr(self, name))
+        _expect(0.0 <= self.final_share <= 1.0, "final_share", "a share in [0, 1]", self.final_share)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     """How a model is trained. Raises ValueError, naming the field, what was expected and what was given."""
 
@@ -27,6 +43,8 @@ class TrainingOptions:
     noam_factor: float = 1.0
     """Multiplies the paper's learning rate."""
     warmup_steps: int = 4_000
+    cosine: CosineDecay | None = None
+    """In the place of Noam."""
     label_smoothing: float = 0.1
     """Mass spread evenly over the whole vocabulary (5.4)."""
     clip_norm: float | None = 1.0
@@ -43,6 +61,9 @@ class TrainingOptions:
             _expect(getattr(self, name) > 0, name, "more than 0", getattr(self, name))
         for name in ("b1", "b2", "label_smoothing"):
             _expect(0.0 <= getattr(self, name) < 1.0, name, "a rate in [0, 1)", getattr(self, name))
+        if self.cosine is not None:
+            end = self.cosine.decay_steps
+            _expect(end > self.warmup_steps, "cosine.decay_steps", f"more than warmup_steps={self.warmup_steps}", end)
         _expect(self.clip_norm is None or self.clip_norm > 0, "clip_norm", "more than 0, or None", self.clip_norm)
         _expect(0 <= self.seed < 2**31, "seed", "an integer in [0, 2**31)", self.seed)
 
@@ -94,17 +115,29 @@ def noam_lr(step: int, *, d_model: int, warmup_steps: int, factor: float = 1.0) 
     return factor / math.sqrt(d_model) * min(1.0 / math.sqrt(step), step / warmup_steps**1.5)
 
 
-def noam_schedule(
-    optimizer: torch.optim.Optimizer, *, d_model: int, warmup_steps: int, factor: float = 1.0
-) -> LambdaLR:
-    """`noam_lr` for an optimizer whose own learning rate is 1. `LambdaLR` counts from 0, so it is given step + 1."""
-    return LambdaLR(
-        optimizer, lambda step: noam_lr(step + 1, d_model=d_model, warmup_steps=warmup_steps, factor=factor)
-    )
+def cosine_lr(step: int, *, warmup_steps: int, decay: CosineDecay) -> float:
+    """Linear up to the peak at step `warmup_steps`, then half a cosine down to its end (Loshchilov and Hutter 2017)."""
+    if step < warmup_steps:
+        return decay.peak * step / warmup_steps
+    gone = min(1.0, (step - warmup_steps) / (decay.decay_steps - warmup_steps))
+    share = (1.0 + math.cos(math.pi * gone)) / 2.0
+    return decay.peak * (decay.final_share + (1.0 - decay.final_share) * share)
+
+
+def learning_rate(step: int, options: TrainingOptions, *, d_model: int) -> float:
+    """What the options say, at steps counted from 1."""
+    if options.cosine is not None:
+        return cosine_lr(step, warmup_steps=options.warmup_steps, decay=options.cosine)
+    return noam_lr(step, d_model=d_model, warmup_steps=options.warmup_steps, factor=options.noam_factor)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, options: TrainingOptions, *, d_model: int) -> LambdaLR:
+    """`learning_rate` for an optimizer whose own is 1. `LambdaLR` counts from 0, so it is given step + 1."""
+    return LambdaLR(optimizer, lambda step: learning_rate(step + 1, options, d_model=d_model))
 
 
 def adam(parameters: Iterable[nn.Parameter], options: TrainingOptions) -> torch.optim.Adam:
-    """Adam as in 5.3, without weight decay; its learning rate of 1 is what `noam_schedule` multiplies."""
+    """Adam as in 5.3, without weight decay; its learning rate of 1 is what `make_schedule` multiplies."""
     return torch.optim.Adam(parameters, lr=1.0, betas=(options.b1, options.b2), eps=options.eps)
 
 
@@ -181,9 +214,7 @@ def initial_state(model: Transformer, options: TrainingOptions) -> TrainState:
     if config.param_dtype == "float16":
         raise ValueError("expected param_dtype='float32' to train with dtype='float16', got 'float16'")
     optimizer = adam(model.parameters(), options)
-    schedule = noam_schedule(
-        optimizer, d_model=config.d_model, warmup_steps=options.warmup_steps, factor=options.noam_factor
-    )
+    schedule = make_schedule(optimizer, options, d_model=config.d_model)
     device = next(model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=config.dtype == "float16")
     compiled = cast(Transformer, torch.compile(model)) if options.compile else model

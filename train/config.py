@@ -129,7 +129,7 @@ class OptimizerConfig:
     """The peak, of every schedule but noam, which has its own."""
     warmup_steps: int = 4_000
     decay_steps: int | None = None
-    """The step at which cosine has reached its end."""
+    """The step at which cosine has reached its end: the run's last, as a rule."""
     final_share: float = 0.0
     """Of the peak, where cosine ends."""
     clip_norm: float | None = 1.0

@@ -1,6 +1,7 @@
 """What a training run shows in the terminal."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -96,6 +97,10 @@ def show_run(console: Console, *, config: TrainConfig, data: "PreparedData", dev
         f"Batches: {len(plan):,} an epoch, {how}, {plan.padding_efficiency:.1%} of their positions real; "
         f"{len(data.shapes)} shapes (rows x source/target pieces): {shapes}."
     )
+    steps = min(len(plan) * config.epochs, config.max_steps or math.inf)
+    if config.optimizer.decay_steps not in (None, steps):
+        decay = f"the learning rate reaches its end at step {config.optimizer.decay_steps:,}, the run at step {steps:,}"
+        console.print(Text(f"Note: {decay}.", style="yellow"))
     console.print(
         f"To compile: {len(data.shapes)} training steps, {len(data.buckets)} evaluation steps, "
         "and one decoder for each length of sources."

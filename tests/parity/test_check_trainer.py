@@ -76,6 +76,14 @@ def test_five_steps_in_micro_batches_are_equal(config: TrainConfig) -> None:
     assert not jax.config.jax_enable_x64
 
 
+def test_a_cosine_is_followed_to_its_end(config: TrainConfig) -> None:
+    """With a moving average beside the parameters, as the presets of Multi30k have it."""
+    cosine = OptimizerConfig(schedule="cosine", learning_rate=1e-3, warmup_steps=2, decay_steps=4, ema_decay=0.9)
+    equal, shown = check(config.replace(optimizer=cosine))
+    assert equal, shown
+    assert f"The trainer and the reference are equal: {STEPS} steps." in shown
+
+
 def test_another_eps_is_found_with_its_step(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     options = twins_trainer.training_options
     monkeypatch.setattr(
@@ -103,6 +111,10 @@ def test_rows_numbered_within_their_micro_batch_are_found_at_once(
     [
         ({"batch": BatchConfig(packing=True)}, "batch.packing: expected False"),
         ({"optimizer": OptimizerConfig(name="adamw")}, "expected optimizer.name='adam'"),
+        (
+            {"optimizer": OptimizerConfig(schedule="constant", learning_rate=1e-3)},
+            "optimizer.schedule='noam' or 'cosine', .* got 'adam' and 'constant'",
+        ),
     ],
 )
 def test_what_the_reference_does_not_have_is_refused(

@@ -8,14 +8,16 @@ from torch_reference import DropoutSeed, Transformer, TransformerConfig
 from torch_reference.decoding import greedy
 from torch_reference.training import (
     Batch,
+    CosineDecay,
     TrainingOptions,
     accumulate_gradients,
     clip_by_global_norm,
     evaluate,
     initial_state,
     label_smoothed_cross_entropy,
+    learning_rate,
+    make_schedule,
     noam_lr,
-    noam_schedule,
     train,
     train_step,
 )
@@ -93,10 +95,35 @@ def test_noam_table():
         noam_lr(0, d_model=512, warmup_steps=4000)
 
 
+@pytest.mark.parametrize("final_share", [0.0, 0.25])
+def test_cosine_table(final_share):
+    """Up in a line, down in half a cosine, and then level."""
+    decay = CosineDecay(peak=0.5, decay_steps=14, final_share=final_share)
+    options = TrainingOptions(warmup_steps=4, cosine=decay)
+    got = [learning_rate(step, options, d_model=512) for step in (1, 3, 4, 9, 14, 15, 1000)]
+    end = 0.5 * final_share
+    assert got == pytest.approx([0.125, 0.375, 0.5, (0.5 + end) / 2, end, end, end], rel=1e-14, abs=1e-17)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peak": 0.0, "decay_steps": 9}, "peak: expected more than 0, got 0.0"),
+        ({"peak": 0.1, "decay_steps": 0}, "decay_steps: expected more than 0, got 0"),
+        ({"peak": 0.1, "decay_steps": 9, "final_share": 1.5}, r"final_share: expected a share in \[0, 1\], got 1.5"),
+        ({"peak": 0.1, "decay_steps": 4}, r"cosine\.decay_steps: expected more than warmup_steps=4, got 4"),
+    ],
+)
+def test_a_cosine_that_cannot_be(fields, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingOptions(warmup_steps=4, cosine=CosineDecay(**fields))
+
+
 def test_the_optimizer_takes_the_table_from_its_first_step_on():
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    schedule = noam_schedule(optimizer, d_model=30, warmup_steps=3, factor=0.5)
+    options = TrainingOptions(warmup_steps=3, noam_factor=0.5)
+    schedule = make_schedule(optimizer, options, d_model=30)
     for step in range(1, 7):
         before = float(weight.detach())
         weight.grad = torch.ones(1)
