@@ -37,6 +37,10 @@ ARGUMENTS: dict[tuple[str, str, str, str], str] = {
         "(self.steps - 1 + self.groups) * self.key_block - before",
         "(self.steps - 1 + self.groups) * self.key_block + before",
     ): "more blocks of padding behind the keys, which no step takes and join_keys cuts off",
+    ("blockwise.py", "_backward", "0", "-1"): (
+        "one more step before the first, over keys at negative positions or beyond the window: none is allowed, so its "
+        "weights and what it adds are 0; only time differs"
+    ),
     (*_KEEP_TILE, "mask.shape[2] - 1", "mask.shape[2] + 1"): _BEYOND_THE_MASK,
     (*_KEEP_TILE, "mask.shape[3] - 1", "mask.shape[3] + 1"): _BEYOND_THE_MASK,
     (*_KEEP_TILE, "1", "0"): _BEYOND_THE_MASK,
