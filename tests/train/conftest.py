@@ -205,3 +205,20 @@ class Ended:
 def whole(tiny_run: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPathFactory) -> Ended:
     config = tiny_run(tmp_path_factory.mktemp("whole"))
     return Ended(config, *train(config))
+
+
+@pytest.fixture
+def folder(whole: Ended, tmp_path: Path) -> Path:
+    """The run in a folder that may be written to."""
+    whole.copy(tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def corpus(corpus_dir: Path, tmp_path: Path) -> Path:
+    """The corpus in another folder, with a split more."""
+    shutil.copytree(corpus_dir, tmp_path / "elsewhere")
+    text = {"de": "zwei\nneun acht sieben\neins zwei drei vier\n", "en": "two\nnine eight seven\none two three four\n"}
+    for language, lines in text.items():
+        (tmp_path / "elsewhere" / f"extra.{language}").write_text(lines, encoding="utf-8")
+    return tmp_path / "elsewhere"
