@@ -379,3 +379,10 @@ def test_a_float16_gradient_that_overflows_is_no_divergence(
     train(tiny_run(tmp_path, model=model, max_steps=3))
     scales = [record["loss_scale"] for record in metrics(tmp_path) if record["kind"] == "train"]
     assert scales == [2.0**40, 2.0**39, 2.0**38]
+
+
+@pytest.mark.parametrize(("decay_steps", "said"), [(3, False), (9, True)])
+def test_a_cosine_that_ends_elsewhere_is_said(tiny_run, tmp_path, decay_steps, said):
+    cosine = OptimizerConfig(schedule="cosine", learning_rate=1e-3, warmup_steps=2, decay_steps=decay_steps)
+    _, shown = train(tiny_run(tmp_path / "run", max_steps=3, optimizer=cosine))
+    assert (f"reaches its end at step {decay_steps}, the run at step 3." in shown) == said
