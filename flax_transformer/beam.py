@@ -116,7 +116,10 @@ class BeamSearch:
         """The best 2·beams of all beams and pieces; of equals that of the better beam, then that of the lower id."""
         normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         of_each = min(2 * self.beams, logits.shape[-1])
-        values, tokens = top_k(allowed_logits(logits, self.model, may_end=state.length >= state.limits.least), of_each)
+        allowed = allowed_logits(
+            logits, normaliser, config=self.config, model=self.model, length=state.length, limits=state.limits
+        )
+        values, tokens = top_k(allowed, of_each)
         totals = (state.log_probs[..., None] + (values - normaliser)).reshape(logits.shape[0], -1)
         best, places = jax.lax.top_k(totals, 2 * self.beams)
         return _Candidates(best, places // of_each, _taken(tokens.reshape(logits.shape[0], -1), places))

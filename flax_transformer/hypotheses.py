@@ -81,16 +81,31 @@ def only_complete(found: Hypotheses, complete: Bool[Array, " batch"], model: Tra
 
 
 def allowed_logits(
-    logits: Float[Array, "batch beams vocab"], config: TransformerConfig, *, may_end: Bool[Array, " batch"]
+    logits: Float[Array, "batch beams vocab"],
+    normaliser: Float[Array, "batch beams 1"],
+    *,
+    config: LengthConfig,
+    model: TransformerConfig,
+    length: Int[Array, " batch"],
+    limits: LengthLimits,
 ) -> Float[Array, "batch beams vocab"]:
-    """-inf for what is never chosen, pad_id and bos_id unless eos_id is the same, and for an end that is too early.
+    """The logits of what may follow `length` pieces; -inf for all else: what is never chosen, an end too early.
 
-    The log-probabilities of the rest are not made larger by what is left out: they stay the model's.
+    The log-probabilities (logits less `normaliser`) of the rest are not made larger by what is left out: they stay the
+    model's, but for what is forced, which has 0.
     """
-    never = jnp.array(sorted({config.pad_id, config.bos_id} - {config.eos_id}), jnp.int32)
-    logits = logits.at[..., never].set(-jnp.inf)
-    end = logits[..., config.eos_id]
-    return logits.at[..., config.eos_id].set(jnp.where(may_end[:, None], end, -jnp.inf))
+    special = {model.pad_id, model.bos_id} if config.never is None else set(config.never)
+    logits = logits.at[..., jnp.array(sorted(special - {model.eos_id}), jnp.int32)].set(-jnp.inf)
+    end = jnp.where((length >= limits.least)[:, None], logits[..., model.eos_id], -jnp.inf)
+    logits = logits.at[..., model.eos_id].set(end)
+
+    def forced(logits: Array, token: int, here: Array) -> Array:
+        alone = jnp.full_like(logits, -jnp.inf).at[..., token].set(normaliser[..., 0])
+        return jnp.where(here[:, None, None], alone, logits)
+
+    if config.first_id is not None:
+        logits = forced(logits, config.first_id, length == 0)
+    return forced(logits, model.eos_id, length + 1 >= limits.most) if config.forced_end else logits
 
 
 def at_position(

@@ -19,6 +19,7 @@ from flax_transformer.decoding import beam_search as jax_beam_search
 from flax_transformer.decoding import greedy as jax_greedy
 from flax_transformer.parameters import (
     abstract_model,
+    fixed_arrays,
     initial_parameters,
     parameters,
 )
@@ -122,7 +123,10 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
     def start(model: Any) -> TrainState:
         params = parameters(model)
         return TrainState(
-            jnp.zeros((), jnp.int32), params, make_optimizer(optimizer, d_model=config.d_model).init(params)
+            jnp.zeros((), jnp.int32),
+            params,
+            make_optimizer(optimizer, d_model=config.d_model).init(params),
+            fixed=fixed_arrays(model) or None,
         )
 
     def step(state: TrainState, inputs: Mapping[str, Any], masks: Mapping[str, Any]) -> tuple[TrainState, Any]:

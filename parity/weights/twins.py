@@ -21,7 +21,7 @@ def twin_mapping(*, tied: bool) -> WeightMapping:
     linears = [f"{{path*}}.{name}" for name in ATTENTION + FEED_FORWARD] + ["output_projection"]
     norms = [f"{{path*}}.{name}" for name in NORMS]
     unchanged = [f"{path}.bias" for path in linears + norms] + ["src_embedding.weight"]
-    unchanged += ["src_positions.table", "tgt_positions.table"]
+    unchanged += ["src_positions.table", "tgt_positions.table", "output_bias"]
     if not tied:
         unchanged.append("tgt_embedding.weight")
     return WeightMapping(

@@ -1,0 +1,12 @@
+"""Foreign layouts of weights, one file each; see `Format`."""
+
+from parity.weights.formats.fields import FieldError, Fields
+from parity.weights.formats.format import Format
+from parity.weights.formats.fsmt import Fsmt
+from parity.weights.formats.m2m100 import M2M100
+from parity.weights.formats.marian import Marian
+
+__all__ = ["FORMATS", "FieldError", "Fields", "Format"]
+
+FORMATS: dict[str, Format] = {format_.name: format_ for format_ in (Marian(), Fsmt(), M2M100())}
+"""By name."""
