@@ -85,8 +85,8 @@ def initial_weights(config: TransformerConfig, *, seed: int) -> dict[str, np.nda
     module = torch_reference.Transformer(config, generator=generator)
     fixed = dict(module.named_buffers())
     weights = {}
-    for name, values in [*module.named_parameters(), *module.named_buffers()]:
-        values = values.detach()
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        values = tensor.detach()
         if values.ndim == 1 or name in fixed:
             values = values + 0.1 * torch.randn(values.shape, generator=generator)
         weights[name] = values.numpy()

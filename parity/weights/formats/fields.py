@@ -1,4 +1,4 @@
-"""The fields of a foreign config, every one of which has to be accounted for: used, ignored with a reason, or refused."""
+"""The fields of a foreign config, each of which is accounted for: used, ignored with a reason, or refused."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -66,7 +66,7 @@ class Fields:
             raise self.error(name, f"the same as {other} ({self._value(other)!r})")
 
     def expect(self, name: str, *expected: Any, why: str = "") -> None:
-        """Raises FieldError if the field has a value, and none of these. Of a field that is not there nothing is said."""
+        """Raises FieldError if the field is there and has none of these values."""
         if name in self.values or name in self.defaults:
             value = self.get(name)
             if not any(value == one and type(value) is type(one) for one in expected):
@@ -80,9 +80,8 @@ class Fields:
         """Raises FieldError for the fields that are left."""
         unknown = sorted(self.values.keys() - self.used.keys() - self.ignored.keys())
         if unknown:
-            raise FieldError(
-                f"{self.file}: expected fields that are known, got {', '.join(f'{n}={self.values[n]!r}' for n in unknown)}"
-            )
+            listed = ", ".join(f"{name}={self.values[name]!r}" for name in unknown)
+            raise FieldError(f"{self.file}: expected fields that are known, got {listed}")
 
     def error(self, name: str, expected: str) -> FieldError:
         """An error that names the field."""
