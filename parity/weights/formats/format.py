@@ -19,6 +19,9 @@ class Format(ABC):
     title: str
     """Whose layout it is, in a few words."""
 
+    stores_computed = True
+    """Whether a file may hold what `computed` gives, or the class always computes it."""
+
     @abstractmethod
     def read(self, fields: Fields) -> TransformerConfig:
         """The model that a config stands for. Raises FieldError if it is none of ours, or has unknown fields."""

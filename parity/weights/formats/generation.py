@@ -83,6 +83,34 @@ def read_generation(fields: Fields, config: TransformerConfig) -> LengthConfig:
     )
 
 
+def write_generation(search: LengthConfig | None, config: TransformerConfig) -> dict[str, Any]:
+    """The inverse of `read_generation`; without a search only what the model itself says."""
+    values: dict[str, Any] = {
+        "decoder_start_token_id": config.bos_id,
+        "eos_token_id": config.eos_id,
+        "pad_token_id": config.pad_id,
+    }
+    if search is None:
+        return values
+    never = {config.pad_id, config.bos_id} if search.never is None else set(search.never)
+    values |= {
+        "bad_words_ids": [[id_] for id_ in sorted(never - {config.eos_id})] or None,
+        "forced_bos_token_id": search.first_id,
+        "forced_eos_token_id": config.eos_id if search.forced_end else None,
+        "max_length": search.max_len + 1,
+        "min_length": search.min_len + 1 if search.min_len else 0,
+    }
+    if isinstance(search, BeamConfig):
+        early = {ours: theirs for theirs, ours in _STOPPING.items()}.get(search.stopping, False)
+        values |= {
+            "num_beams": search.beam_size,
+            "num_return_sequences": search.num_hypotheses,
+            "length_penalty": 0.0 if search.length_penalty == "none" else search.alpha,
+            "early_stopping": early,
+        }
+    return values
+
+
 def _of(fields: Fields, name: str) -> Any:
     value = fields.get(name)
     return DEFAULTS[name] if value is None else value

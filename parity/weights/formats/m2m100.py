@@ -47,6 +47,7 @@ class M2M100(Format):
 
     name = "m2m_100"
     title = "transformers' M2M100ForConditionalGeneration (M2M100, NLLB)"
+    stores_computed = False
 
     def read(self, fields: Fields) -> TransformerConfig:
         """See `Format.read`."""

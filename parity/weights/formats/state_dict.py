@@ -1,14 +1,14 @@
 """A state dict without a config: what names and shapes say is measured, the rest is the layout's usual or given."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from parity.weights.checkpoint import Checkpoint
 from parity.weights.formats.fields import FieldError, Fields
 from parity.weights.formats.format import Format
+from parity.weights.lazy import Converted
 from parity.weights.mapping import Rule, WeightMapping
-from parity.weights.problems import spec_of
 from transformer_config import TransformerConfig
 
 SRC, TGT, OUTPUT = "src_embedding.weight", "tgt_embedding.weight", "output_projection.weight"
@@ -26,50 +26,46 @@ class StateDict(Format):
     rules: tuple[Rule, ...]
     """To the names of the torch reference, of a model in which nothing is tied."""
 
+    def takes(self, names: Collection[str]) -> bool:
+        """Whether all these are names of this layout."""
+        mapping = WeightMapping(self.rules)
+        return all(mapping.takes(name) for name in names)
+
     def measure(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Fields of ours that names and shapes say. Raises FieldError that names a tensor that is not there."""
-        aliases = checkpoint.aliases
-        places = self._places([*checkpoint.tensors, *aliases])
+        """Fields of ours that names and shapes say.
 
-        def tensor(target: str) -> str:
-            if target not in places:
-                raise FieldError(f"{self.name}: expected a tensor for our {target!r}, found none of that name")
-            return aliases.get(places[target], places[target])
+        Raises FieldError that names a tensor that is not there, MappingError for those of another layout.
+        """
+        here = Converted(WeightMapping(self.rules), checkpoint.with_aliases())
 
-        def shape(target: str) -> tuple[int, ...]:
-            return spec_of(checkpoint.tensors, tensor(target)).shape
+        def shape(name: str) -> tuple[int, ...]:
+            if name not in here:
+                raise FieldError(f"{self.name}: expected a tensor for our {name!r}, found none")
+            return here[name].shape
+
+        def tensor(name: str) -> str:
+            """The one that it is, whatever it is called besides."""
+            return checkpoint.aliases.get(here.source(name), here.source(name)) if name in here else ""
 
         src_vocab_size, d_model = shape(SRC)
+        tie = self._tie(tensor(SRC), tensor(TGT), tensor(OUTPUT))
         found = {
             "src_vocab_size": src_vocab_size,
-            "tgt_vocab_size": shape(TGT)[0],
+            "tgt_vocab_size": shape(SRC if tie == "all" else TGT)[0],
             "d_model": d_model,
             "d_ff": shape("encoder.layers.0.feed_forward.linear1.weight")[0],
-            "num_encoder_layers": _layers(places, "encoder"),
-            "num_decoder_layers": _layers(places, "decoder"),
-            "use_bias": "encoder.layers.0.feed_forward.linear1.bias" in places,
-            "final_norm": "always" if "encoder.final_norm.weight" in places else "never",
-            "tie_embeddings": self._tie(tensor(SRC), tensor(TGT), tensor(OUTPUT)),
-            "output_bias": "trained" if "output_projection.bias" in places else "never",
+            "num_encoder_layers": _layers(here, "encoder"),
+            "num_decoder_layers": _layers(here, "decoder"),
+            "use_bias": "encoder.layers.0.feed_forward.linear1.bias" in here,
+            "final_norm": "always" if "encoder.final_norm.weight" in here else "never",
+            "tie_embeddings": tie,
+            "output_bias": "trained" if {"output_projection.bias", "output_bias"} & set(here) else "never",
         }
-        return found | ({"max_len": shape(TABLES[0])[-2]} if TABLES[0] in places else {})
-
-    def _places(self, names: Iterable[str]) -> dict[str, str]:
-        """Name of the torch reference to name here, of all tensors that become one tensor."""
-        single = [
-            pair
-            for rule in self.rules
-            if len(rule.sources) == len(rule.targets)
-            for pair in zip(rule.sources, rule.targets, strict=True)
-        ]
-        return {
-            target.fill(bindings): name
-            for name in names
-            for source, target in single
-            if (bindings := source.match(name)) is not None
-        }
+        return found | ({"max_len": shape(TABLES[0])[-2]} if TABLES[0] in here else {})
 
     def _tie(self, src: str, tgt: str, output: str) -> str:
+        if not output:
+            return "output" if tgt and src != tgt else "all"
         if src == tgt != output:
             raise FieldError(
                 f"{self.name}: expected {src!r} to be the output projection too, where it is both embeddings"
@@ -95,7 +91,7 @@ class StateDict(Format):
     def mapping(self, config: TransformerConfig) -> WeightMapping:
         """See `Format.mapping`."""
         tied = {"none": (), "output": ((OUTPUT, TGT),), "all": ((OUTPUT, SRC), (TGT, SRC))}[config.tie_embeddings]
-        here = {target: rule.source for rule in self.rules for target in (rule.target,)}
+        here = {str(rule.target): str(rule.source) for rule in self.rules}
         source_aliases = {here[second]: here[first] for second, first in tied}
         again = {second for second, _ in tied}
         rules = [rule for rule in self.rules if rule.target not in again]
