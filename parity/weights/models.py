@@ -16,7 +16,7 @@ from parity.weights.formats.format import Format
 from parity.weights.formats.generation import write_generation
 from parity.weights.lazy import Converted, Overlay
 from parity.weights.problems import MappingError
-from parity.weights.sharded import NewFolder, write_shards
+from parity.weights.sharded import write_shards
 from parity.weights.store import read_tensors, write_tensors
 from parity.weights.twins import reference_shapes
 from transformer_config import TransformerConfig
@@ -28,6 +28,8 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 def detect(path: Path) -> str:
     """The name of the format. Raises FieldError or StoreError that says what was looked for."""
+    if is_run(path):
+        return "flax"
     if (path / "config.json").is_file():
         kind = read_json(path / "config.json").get("model_type")
         if kind not in DEFAULTS:
@@ -39,6 +41,23 @@ def detect(path: Path) -> str:
         among = ", ".join(fitting) or "none"
         raise StoreError(f"{path}: expected names of one layout, got names that fit {among}: say which with --from")
     return fitting[0]
+
+
+def is_run(path: Path) -> bool:
+    """Whether it is the folder of a training run."""
+    return (path / "checkpoints").is_dir() and (path / "config.json").is_file()
+
+
+def newest_params(run: Path) -> Path:
+    """The parameters in the newest checkpoint of a training run: `<run>/checkpoints/<step>/params`.
+
+    Raises FileNotFoundError if there is none.
+    """
+    # Orbax gives a checkpoint its bare number as a name when it is whole, and not before.
+    steps = [int(folder.name) for folder in (run / "checkpoints").iterdir() if folder.name.isdecimal()]
+    if not steps:
+        raise FileNotFoundError(f"{run / 'checkpoints'}: expected a finished checkpoint, found none")
+    return run / "checkpoints" / str(max(steps)) / "params"
 
 
 def read_model(path: Path, format_name: str | None = None, settings: Mapping[str, Any] | None = None) -> Model:
@@ -58,9 +77,15 @@ def read_model(path: Path, format_name: str | None = None, settings: Mapping[str
 
 
 def _read_state_dict(path: Path, format_: StateDict, settings: Mapping[str, Any]) -> Model:
-    checkpoint = read_tensors(path)
+    of_run = is_run(path)
+    checkpoint = read_tensors(newest_params(path) if of_run else path)
     text = checkpoint.metadata.get(CONFIG)
-    values = json.loads(text) if text is not None else format_.measure(checkpoint)
+    if of_run:
+        measured = format_.measure(checkpoint)  # its vocabulary is the tokenizer's, which the config does not know
+        sizes = {name: measured[name] for name in ("src_vocab_size", "tgt_vocab_size")}
+        values = {**read_json(path / "config.json")["model"], **sizes}
+    else:
+        values = json.loads(text) if text is not None else format_.measure(checkpoint)
     config = format_.read(Fields({**values, **settings}, file=str(path)))
     stored = checkpoint.with_aliases()
     try:
@@ -126,14 +151,13 @@ def write_model(
     *,
     source: Path,
     sinusoids: Sinusoids,
-    overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     workers: int | None = None,
     progress: Callable[[str, int], None] = lambda name, nbytes: None,
 ) -> Written:
-    """Writes the model, which was read from `source`, in another format; nothing is left behind by an error.
+    """Writes the model, which was read from `source`, in another format, to a path where nothing is yet.
 
-    Raises FieldError for a model that the format cannot express, StoreError for damaged tensors, FileExistsError.
+    Raises FieldError for a model that the format cannot express, StoreError for damaged tensors.
     """
     format_ = FORMATS[format_name]
     whole = WholeTensors(source, model.weights, reference_shapes(model.config))
@@ -146,21 +170,14 @@ def write_model(
     if isinstance(format_, StateDict):
         metadata = {CONFIG: json.dumps(expressed.config.to_dict())}
         named = {alias: name for alias, name in aliases.items() if name in tensors}
-        if path.exists() and not overwrite:
-            raise FileExistsError(f"expected a target that does not exist, got {path}; overwriting must be asked for")
         write_tensors(path, Checkpoint(tensors=tensors, aliases=named, metadata=metadata))
     else:
-        with NewFolder(path, overwrite=overwrite) as folder:
-            write_shards(
-                folder,
-                tensors,
-                nbytes=sizes.__getitem__,
-                max_bytes=max_shard_bytes,
-                workers=workers,
-                progress=progress,
-            )
-            _write_json(folder / "config.json", expressed.values)
-            _write_json(folder / "generation_config.json", write_generation(model.search, expressed.config))
+        path.mkdir()
+        write_shards(
+            path, tensors, nbytes=sizes.__getitem__, max_bytes=max_shard_bytes, workers=workers, progress=progress
+        )
+        _write_json(path / "config.json", expressed.values)
+        _write_json(path / "generation_config.json", write_generation(model.search, expressed.config))
     return Written(
         format_=format_,
         config=expressed.config,

@@ -112,20 +112,21 @@ def _planned(names: Sequence[str], nbytes: Callable[[str], int], max_bytes: int)
     return shards
 
 
-class NewFolder:
-    """A folder that is made beside its place and moved there when it is whole; an error leaves nothing behind.
+class Beside:
+    """A path to write to beside the one that is meant, which it is moved to when all went well.
 
-    Raises FileExistsError if the place is taken and not to be overwritten.
+    An error leaves nothing behind, and what was there as it was. Raises FileExistsError if something is there that is
+    not to be overwritten.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         if path.exists() and not overwrite:
             raise FileExistsError(f"expected a target that does not exist, got {path}; overwriting must be asked for")
         self._path = path
-        self._part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+        self._part = path.with_name(f".{uuid.uuid4().hex[:8]}.{path.name}")
 
     def __enter__(self) -> Path:
-        self._part.mkdir(parents=True)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         return self._part
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
@@ -133,21 +134,29 @@ class NewFolder:
             if kind is None:
                 self._replace()
         finally:
-            shutil.rmtree(self._part, ignore_errors=True)
+            _remove(self._part)
 
     def _replace(self) -> None:
-        for file in self._part.rglob("*"):
+        for file in [self._part, *self._part.rglob("*")]:
             if file.is_file():
                 with file.open("rb") as opened:
                     os.fsync(opened.fileno())
-        if not self._path.exists():
-            self._part.rename(self._path)
+        if not (self._path.is_dir() or self._part.is_dir()) or not self._path.exists():
+            self._part.replace(self._path)
             return
-        old = self._part.with_suffix(".old")
+        # No system call replaces a full directory: between these two renames, the old one has another name.
+        old = self._part.with_name(f"{self._part.name}.old")
         self._path.rename(old)
         try:
             self._part.rename(self._path)
         except OSError:
             old.rename(self._path)
             raise
-        shutil.rmtree(old) if old.is_dir() else old.unlink()
+        _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 from parity.weights.formats import FORMATS, FieldError
 from parity.weights.models import detect, read_model, write_model
 from parity.weights.rules import bits_equal
+from parity.weights.sharded import Beside
 from tests.parity.formats.foreign import CLASSES, batch, random_model, their_logits
 from torch_reference.embedding import Positions
 from transformer_config import TransformerConfig
@@ -20,8 +21,8 @@ def sinusoids(config, length):
 
 
 def carry(source, target, format_name, **options):
-    model = read_model(source)
-    return write_model(model, target, format_name, source=source, sinusoids=sinusoids, **options)
+    with Beside(target) as path:
+        return write_model(read_model(source), path, format_name, source=source, sinusoids=sinusoids, **options)
 
 
 @pytest.fixture(params=CLASSES)
