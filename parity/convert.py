@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from parity.weights.checkpoint import StoreError
 from parity.weights.foreign import Model
 from parity.weights.formats.express import Sinusoids
 from parity.weights.models import MAX_SHARD_BYTES, Written, read_model, write_model
 from parity.weights.sharded import Beside
 
-Prove = Callable[..., Any]
-"""`twins_proof.prove`: a proof with `passed`, `links` and `notes`."""
+Prove = Callable[[Path, Model, Path, Model, Mapping[str, str]], Any]
+"""`twins_proof.prove`, which gives a proof with `passed`, `links` and `notes`."""
 
 
 class NotProvenError(ValueError):
@@ -49,20 +50,21 @@ def convert(
         raise ValueError(f"expected a target apart from the source {src}, got {dst}, which would replace it")
     with Beside(dst, overwrite=overwrite) as path:
         read = read_model(src, source_format, settings)
-        written = write_model(
-            read,
-            path,
-            target_format,
-            source=src,
-            sinusoids=sinusoids,
-            max_shard_bytes=max_shard_bytes,
-            workers=workers,
-            progress=progress,
-        )
-        proof = None
-        if prove is not None:
-            proof = prove(src, read, path, read_model(path, target_format), changed=written.changed)
-            if not proof.passed:
-                failed = "; ".join(str(link) for link in proof.links if not link.passed)
-                raise NotProvenError(f"{dst}: not written, because it would compute something else: {failed}")
+        try:
+            written = write_model(
+                read,
+                path,
+                target_format,
+                source=src,
+                sinusoids=sinusoids,
+                max_shard_bytes=max_shard_bytes,
+                workers=workers,
+                progress=progress,
+            )
+        except StoreError as error:
+            raise StoreError(str(error).replace(str(path), str(dst))) from error
+        proof = None if prove is None else prove(src, read, path, read_model(path, target_format), written.changed)
+        if proof is not None and not proof.passed:
+            failed = "; ".join(str(link) for link in proof.links if not link.passed)
+            raise NotProvenError(f"{dst}: not written, because it would compute something else: {failed}")
     return Converted(read=read, written=written, proof=proof)

@@ -79,7 +79,7 @@ class Proof:
 
 
 def prove(
-    source: Path, read: Model, target: Path, written: Model, *, changed: Mapping[str, str], seed: int = 0
+    source: Path, read: Model, target: Path, written: Model, changed: Mapping[str, str], *, seed: int = 0
 ) -> Proof:
     """Compares the logits of a padded batch of random ids."""
     batch = random_batch(read.config, seed=seed)

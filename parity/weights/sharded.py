@@ -123,7 +123,7 @@ class Beside:
         if path.exists() and not overwrite:
             raise FileExistsError(f"expected a target that does not exist, got {path}; overwriting must be asked for")
         self._path = path
-        self._part = path.with_name(f".{uuid.uuid4().hex[:8]}.{path.name}")
+        self._part = path.with_name(f".{uuid.uuid4().hex[:8]}-{path.name}")
 
     def __enter__(self) -> Path:
         self._path.parent.mkdir(parents=True, exist_ok=True)

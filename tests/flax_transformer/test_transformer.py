@@ -67,6 +67,21 @@ class Recorder:
         raise NotImplementedError
 
 
+def normed(config, x):
+    centred = x - x.mean(axis=-1, keepdims=True)
+    if config.norm_formula == "variance":
+        return centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + config.norm_eps)
+    return centred / (x.std(axis=-1, ddof=1, keepdims=True) + config.norm_eps)
+
+
+def of_tokens(config, positions, real):
+    """A row's positions, or those of its real tokens."""
+    if not config.positions_skip_padding:
+        return positions
+    rows = real.astype(int)
+    return np.array([[positions[sum(row[:i])] * row[i] for i in range(len(row))] for row in rows])
+
+
 def by_hand(model, src, tgt):
     """The paper's post-norm or the pre-norm model in numpy, straight down the page."""
     config = model.config
@@ -76,12 +91,7 @@ def by_hand(model, src, tgt):
         return x @ p[f"{name}.kernel"] + p.get(f"{name}.bias", 0)
 
     def norm(name, x):
-        centred = x - x.mean(axis=-1, keepdims=True)
-        if config.norm_formula == "variance":
-            scaled = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + config.norm_eps)
-        else:
-            scaled = centred / (x.std(axis=-1, ddof=1, keepdims=True) + config.norm_eps)
-        return scaled * p[f"{name}.scale"] + p.get(f"{name}.bias", 0)
+        return normed(config, x) * p[f"{name}.scale"] + p.get(f"{name}.bias", 0)
 
     def attention(name, x, memory, allowed):
         query, key, value = (
@@ -99,12 +109,12 @@ def by_hand(model, src, tgt):
     def feed_forward(name, x):
         return affine(f"{name}.linear2", np.maximum(affine(f"{name}.linear1", x), 0))
 
+    tables = {side: p.get(f"{side}_embedding.weight", p["src_embedding.weight"]) for side in ("src", "tgt")}
+
     def embed(side, ids, real):
-        table = np.asarray(getattr(model, f"{side}_positions")(ids.shape[1]))
-        vectors = p["src_embedding.weight" if config.tie_embeddings == "all" else f"{side}_embedding.weight"][ids]
-        if config.positions_skip_padding:
-            table = [[table[sum(row[:i])] * row[i] for i in range(len(row))] for row in real[:, 0, 0].astype(int)]
-        return vectors * (math.sqrt(config.d_model) if config.embedding_scale else 1) + np.asarray(table)
+        positions = np.asarray(getattr(model, f"{side}_positions")(ids.shape[1]))
+        scale = math.sqrt(config.d_model) if config.embedding_scale else 1
+        return scale * tables[side][ids] + of_tokens(config, positions, real[:, 0, 0])
 
     src_real, tgt_real = (ids[:, None, None, :] != config.pad_id for ids in (src, tgt))
     if config.bos_id == config.pad_id:
@@ -123,10 +133,8 @@ def by_hand(model, src, tgt):
         x = sublayer(f"{name}.norm2", x, lambda y, n=name: attention(f"{n}.cross_attn", y, memory, src_real))
         x = sublayer(f"{name}.norm3", x, lambda y, n=name: feed_forward(f"{n}.feed_forward", y))
     x = norm("decoder.final_norm", x) if "decoder.final_norm.scale" in p else x
-    if config.tie_embeddings == "none":
-        return affine("output_projection", x) + p.get("output_bias", 0)
-    table = p["src_embedding.weight" if config.tie_embeddings == "all" else "tgt_embedding.weight"]
-    return x @ table.T + p.get("output_bias", 0)
+    logits = affine("output_projection", x) if config.tie_embeddings == "none" else x @ tables["tgt"].T
+    return logits + p.get("output_bias", 0)
 
 
 @pytest.mark.usefixtures("x64")
