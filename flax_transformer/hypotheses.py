@@ -80,15 +80,19 @@ def only_complete(found: Hypotheses, complete: Bool[Array, " batch"], model: Tra
     return jax.tree.map(kept, found, nothing_found((batch, hypotheses, room), model, found.scores.dtype))
 
 
+def never_chosen(config: TransformerConfig) -> tuple[int, ...]:
+    """pad_id and bos_id, unless eos_id is the same."""
+    return tuple(sorted({config.pad_id, config.bos_id} - {config.eos_id}))
+
+
 def allowed_logits(
     logits: Float[Array, "batch beams vocab"], config: TransformerConfig, *, may_end: Bool[Array, " batch"]
 ) -> Float[Array, "batch beams vocab"]:
-    """-inf for what is never chosen, pad_id and bos_id unless eos_id is the same, and for an end that is too early.
+    """-inf for what is never chosen, and for an end that is too early.
 
     The log-probabilities of the rest are not made larger by what is left out: they stay the model's.
     """
-    never = jnp.array(sorted({config.pad_id, config.bos_id} - {config.eos_id}), jnp.int32)
-    logits = logits.at[..., never].set(-jnp.inf)
+    logits = logits.at[..., jnp.array(never_chosen(config), jnp.int32)].set(-jnp.inf)
     end = logits[..., config.eos_id]
     return logits.at[..., config.eos_id].set(jnp.where(may_end[:, None], end, -jnp.inf))
 
