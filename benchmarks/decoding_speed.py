@@ -6,7 +6,7 @@
 RUN is a training run whose model the others can be (relu, one matrix of embeddings). A beam of 4, alpha
 0.6, float32, two threads, everything in one process in turns; seconds are medians over the rounds, without compiling,
 which is stated apart. Ours is measured with its own rule for when a sentence is over, and with the rule of each of the
-others; translations are compared under the same rule.
+others; translations are compared under the same rule. Each gets lines of text and gives lines of text.
 """
 
 import argparse
@@ -72,20 +72,18 @@ class Transformers:
 
     def __init__(self, trained: TrainedRun, weights: Any, lines: list[str], batch_size: int, *, by_length: bool):
         self.model = transformers_model(trained.config.model, weights)
-        self.trained, self.batch_size = trained, batch_size
-        self.ids = _encoded(trained, lines)
-        self.order = np.arange(len(lines))
-        if by_length:
-            self.order = np.argsort([len(ids) for ids in self.ids], kind="stable")
+        self.trained, self.lines, self.batch_size, self.by_length = trained, lines, batch_size, by_length
 
     def __call__(self) -> list[tuple[str, float]]:
         """Best translation and score of each line."""
-        output: list[Any] = [None] * len(self.ids)
-        for start in range(0, len(self.order), self.batch_size):
-            rows = self.order[start : start + self.batch_size]
-            src = torch.full((len(rows), max(len(self.ids[i]) for i in rows)), PAD_ID)
+        encoded = _encoded(self.trained, self.lines)
+        order = np.argsort([len(ids) for ids in encoded], kind="stable") if self.by_length else range(len(encoded))
+        output: list[Any] = [None] * len(encoded)
+        for start in range(0, len(order), self.batch_size):
+            rows = order[start : start + self.batch_size]
+            src = torch.full((len(rows), max(len(encoded[i]) for i in rows)), PAD_ID)
             for row, i in enumerate(rows):
-                src[row, : len(self.ids[i])] = torch.tensor(self.ids[i])
+                src[row, : len(encoded[i])] = torch.tensor(encoded[i])
             with torch.inference_mode():
                 found = self.model.generate(
                     src,
@@ -109,16 +107,15 @@ class CTranslate2:
 
     def __init__(self, trained: TrainedRun, weights: Any, lines: list[str], batch_size: int, folder: Path):
         ctranslate2_folder(trained.config.model, weights, folder)
-        self.trained, self.batch_size = trained, batch_size
+        self.trained, self.lines, self.batch_size = trained, lines, batch_size
         self.translator = ctranslate2.Translator(
             str(folder), device="cpu", compute_type="float32", intra_threads=THREADS, inter_threads=1
         )
-        self.pieces = [[str(i) for i in ids] for ids in _encoded(trained, lines)]
 
     def __call__(self) -> list[tuple[str, float]]:
         """Best translation and score of each line."""
         found = self.translator.translate_batch(
-            self.pieces,
+            [[str(i) for i in ids] for ids in _encoded(self.trained, self.lines)],
             beam_size=BEAM,
             length_penalty=ALPHA,
             max_decoding_length=MAX_LEN,
