@@ -149,7 +149,7 @@ def formats() -> int:
 
     table = Table("format", "read", "written", "whose", box=None, pad_edge=False)
     for name, format_ in FORMATS.items():
-        table.add_row(name, "yes", "yes", format_.title)
+        table.add_row(name, "yes", "yes" if format_.can_be_written else "no", format_.title)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from parity.weights.checkpoint import Checkpoint, StoreError
+from parity.weights.fairseq_files import is_fairseq, read_fairseq
 from parity.weights.foreign import DEFAULTS, Model, read_folder, read_json
 from parity.weights.formats import FORMATS, FieldError, Fields, StateDict
 from parity.weights.formats.express import Sinusoids, express
@@ -35,6 +36,8 @@ def detect(path: Path) -> str:
         if kind not in DEFAULTS:
             raise FieldError(f"{path / 'config.json'}: model_type: expected one of {', '.join(DEFAULTS)}, got {kind!r}")
         return str(kind)
+    if path.is_file() and path.suffix in (".pt", ".pth") and is_fairseq(path):
+        return "fairseq"
     names = read_tensors(path).with_aliases().keys()
     fitting = [name for name, format_ in FORMATS.items() if isinstance(format_, StateDict) and format_.takes(names)]
     if len(fitting) != 1:
@@ -69,7 +72,7 @@ def read_model(path: Path, format_name: str | None = None, settings: Mapping[str
     if not isinstance(format_, StateDict):
         if settings:
             raise FieldError(f"{path}: expected no fields besides those of its config.json, got {', '.join(settings)}")
-        model = read_folder(path)
+        model = read_fairseq(path) if format_.name == "fairseq" else read_folder(path)
     else:
         model = _read_state_dict(path, format_, settings or {})
     _check(path, model)
@@ -160,6 +163,8 @@ def write_model(
     Raises FieldError for a model that the format cannot express, StoreError for damaged tensors.
     """
     format_ = FORMATS[format_name]
+    if not format_.can_be_written:
+        raise FieldError(f"{format_name}: expected a format that can be written, got one that is only read")
     whole = WholeTensors(source, model.weights, reference_shapes(model.config))
     expressed = express(format_, model.config, whole, sinusoids=sinusoids)
     out = Converted(format_.mapping(expressed.config).inverse(), expressed.weights)
