@@ -12,6 +12,7 @@ from flax_transformer.hypotheses import (
     Hypotheses,
     LengthLimits,
     at_position,
+    forced_pieces,
     never_chosen,
     nothing_found,
     only_complete,
@@ -116,24 +117,33 @@ class BeamSearch:
         """The best 2·beams of all beams and pieces; of equals that of the better beam, then that of the lower id."""
         normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         of_each = min(2 * self.beams, logits.shape[-1])
-        values, tokens = self._best_allowed(state, logits, of_each)
+        values, tokens = self._best_allowed(state, logits, normaliser, of_each)
         totals = (state.log_probs[..., None] + (values - normaliser)).reshape(logits.shape[0], -1)
         best, places = jax.lax.top_k(totals, 2 * self.beams)
         return _Candidates(best, places // of_each, _taken(tokens.reshape(logits.shape[0], -1), places))
 
     def _best_allowed(
-        self, state: BeamState, logits: Float[Array, "batch beams vocab"], number: int
+        self,
+        state: BeamState,
+        logits: Float[Array, "batch beams vocab"],
+        normaliser: Float[Array, "batch beams 1"],
+        number: int,
     ) -> tuple[Float[Array, "batch beams k"], Int[Array, "batch beams k"]]:
-        """The best so many pieces of each beam that may be chosen, by their logits.
+        """The best so many pieces of each beam that may be chosen, with their logits: see `allowed_logits`.
 
         Looked for among a few more of all, so that no copy of all logits without the others has to be made.
         """
-        never = never_chosen(self.model)
+        never = never_chosen(self.config, self.model)
         values, tokens = top_k(logits, min(number + len(never) + 1, logits.shape[-1]))
         ends_too_early = (tokens == self.model.eos_id) & (state.length < state.limits.least)[:, None, None]
         forbidden = jnp.isin(tokens, jnp.array(never, jnp.int32)) | ends_too_early
         values, places = jax.lax.top_k(jnp.where(forbidden, -jnp.inf, values), number)
-        return values, jnp.take_along_axis(tokens, places, axis=-1)
+        tokens = jnp.take_along_axis(tokens, places, axis=-1)
+        for token, here in forced_pieces(self.config, self.model, length=state.length, limits=state.limits):
+            alone = jnp.where(jnp.arange(number) == 0, normaliser, -jnp.inf)
+            values = jnp.where(here[:, None, None], alone, values)
+            tokens = jnp.where(here[:, None, None], token, tokens)
+        return values, tokens
 
     def _hypotheses(self, state: BeamState, best: _Candidates, ends: Bool[Array, "batch candidates"]) -> Hypotheses:
         """The candidates as hypotheses."""

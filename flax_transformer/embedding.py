@@ -2,27 +2,34 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float64, Int
 
-from flax_transformer.primitives import by_rows, wide
+from flax_transformer.primitives import Fixed, by_rows, wide
 from transformer_config import TransformerConfig
 
 
 class Embedding(nnx.Module):
-    """A table of vectors, one an id, multiplied by √d_model where it is read; initial standard deviation 1/√d_model."""
+    """A table of vectors, one an id, multiplied by √d_model where it is read; initial standard deviation 1/√d_model.
+
+    Without the scale, or without a gradient for the vector of padding, if so configured.
+    """
 
     def __init__(self, vocab_size: int, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.d_model = config.d_model
+        self.scale = math.sqrt(config.d_model) if config.embedding_scale else 1.0
+        self.frozen_id = config.pad_id if config.freeze_padding else None
         self.dtype = jnp.dtype(config.dtype)
         self.weight = nnx.Param(_normal_table(vocab_size, config, rngs=rngs))
 
     def __call__(self, ids: Int[Array, "batch length"]) -> Float[Array, "batch length d_model"]:
         """The scaled vectors of `ids`."""
         rows = self.weight[...][ids].astype(self.dtype)
-        return (wide(rows) * math.sqrt(self.d_model)).astype(self.dtype)
+        if self.frozen_id is not None:
+            rows = jnp.where((ids == self.frozen_id)[..., None], jax.lax.stop_gradient(rows), rows)
+        return (wide(rows) * self.scale).astype(self.dtype)
 
     def logits(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
         """x Eᵀ: the table as an output projection, without the scale (paper 3.4)."""
@@ -30,20 +37,28 @@ class Embedding(nnx.Module):
 
 
 class Positions(nnx.Module):
-    """What is added to the embedding of a position: a sinusoid, or a row of a learned table."""
+    """What is added to the embedding of a position: a sinusoid, or a row of a table.
+
+    A table that is learned is drawn; one that is fixed is zero until it is given with the weights.
+    """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
         rows = config.position_offset + config.max_len
-        learned = config.positions == "learned"
-        self.table = nnx.Param(_normal_table(rows, config, rngs=rngs)) if learned else None
+        self.table: nnx.Variable | None
+        if config.positions == "learned":
+            self.table = nnx.Param(_normal_table(rows, config, rngs=rngs))
+        elif config.positions == "fixed":
+            self.table = Fixed(jnp.zeros((rows, config.d_model), jnp.dtype(config.param_dtype)))
+        else:
+            self.table = None
 
     def __call__(self, length: int) -> Float[Array, "length d_model"]:
-        """Positions 0 .. length-1. Raises ValueError beyond a learned table."""
+        """Positions 0 .. length-1. Raises ValueError beyond a table."""
         config = self.config
         limit = config.sequence_limit
         if limit is not None and length > limit:
-            raise ValueError(f"expected at most {limit} positions, the learned table's, got a sequence of {length}")
+            raise ValueError(f"expected at most {limit} positions, the table's, got a sequence of {length}")
         positions = position_numbers(length, config)
         if self.table is None:
             return jnp.asarray(sinusoids(positions, config), config.dtype)

@@ -80,21 +80,41 @@ def only_complete(found: Hypotheses, complete: Bool[Array, " batch"], model: Tra
     return jax.tree.map(kept, found, nothing_found((batch, hypotheses, room), model, found.scores.dtype))
 
 
-def never_chosen(config: TransformerConfig) -> tuple[int, ...]:
-    """pad_id and bos_id, unless eos_id is the same."""
-    return tuple(sorted({config.pad_id, config.bos_id} - {config.eos_id}))
+def never_chosen(config: LengthConfig, model: TransformerConfig) -> tuple[int, ...]:
+    """What `config` says; by default pad_id and bos_id. The end is not among them."""
+    special = {model.pad_id, model.bos_id} if config.never is None else set(config.never)
+    return tuple(sorted(special - {model.eos_id}))
+
+
+def forced_pieces(
+    config: LengthConfig, model: TransformerConfig, *, length: Int[Array, " batch"], limits: LengthLimits
+) -> list[tuple[int, Bool[Array, " batch"]]]:
+    """Pieces that have to follow `length` others, and in which sentences; of two the later counts."""
+    forced = [] if config.first_id is None else [(config.first_id, length == 0)]
+    return [*forced, (model.eos_id, length + 1 >= limits.most)] if config.forced_end else forced
 
 
 def allowed_logits(
-    logits: Float[Array, "batch beams vocab"], config: TransformerConfig, *, may_end: Bool[Array, " batch"]
+    logits: Float[Array, "batch beams vocab"],
+    normaliser: Float[Array, "batch beams 1"],
+    *,
+    config: LengthConfig,
+    model: TransformerConfig,
+    length: Int[Array, " batch"],
+    limits: LengthLimits,
 ) -> Float[Array, "batch beams vocab"]:
-    """-inf for what is never chosen, and for an end that is too early.
+    """The logits of what may follow `length` pieces; -inf for all else: what is never chosen, an end too early.
 
-    The log-probabilities of the rest are not made larger by what is left out: they stay the model's.
+    The log-probabilities (logits less `normaliser`) of the rest are not made larger by what is left out: they stay the
+    model's, but for what is forced, which has 0.
     """
-    logits = logits.at[..., jnp.array(never_chosen(config), jnp.int32)].set(-jnp.inf)
-    end = logits[..., config.eos_id]
-    return logits.at[..., config.eos_id].set(jnp.where(may_end[:, None], end, -jnp.inf))
+    logits = logits.at[..., jnp.array(never_chosen(config, model), jnp.int32)].set(-jnp.inf)
+    end = jnp.where((length >= limits.least)[:, None], logits[..., model.eos_id], -jnp.inf)
+    logits = logits.at[..., model.eos_id].set(end)
+    for token, here in forced_pieces(config, model, length=length, limits=limits):
+        alone = jnp.full_like(logits, -jnp.inf).at[..., token].set(normaliser[..., 0])
+        logits = jnp.where(here[:, None, None], alone, logits)
+    return logits
 
 
 def at_position(

@@ -1,4 +1,7 @@
-"""A model's parameters as a flat dictionary, `encoder.layers.0.self_attn.q_proj.kernel` to array, and back."""
+"""A model's parameters as a flat dictionary, `encoder.layers.0.self_attn.q_proj.kernel` to array, and back.
+
+Some models have arrays besides that are carried with the parameters and not trained (see `Fixed`).
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +10,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
+from flax_transformer.primitives import Fixed
 from flax_transformer.transformer import Transformer
 from transformer_config import TransformerConfig
 
@@ -18,20 +22,30 @@ def abstract_model(config: TransformerConfig) -> Transformer:
 
 def parameters(model: Transformer) -> dict[str, Array]:
     """Every parameter by its dotted name; a tied one stands once."""
-    return _by_name(model)
+    return _by_name(model, nnx.Param)
+
+
+def fixed_arrays(model: Transformer) -> dict[str, Array]:
+    """What is carried with the parameters and not trained, by its dotted name; of most models nothing."""
+    return _by_name(model, Fixed)
 
 
 def parameter_shapes(config: TransformerConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter by its dotted name; nothing is drawn or stored."""
-    return _by_name(abstract_model(config))
+    return _by_name(abstract_model(config), nnx.Param)
+
+
+def fixed_shapes(config: TransformerConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """The same of what is not trained."""
+    return _by_name(abstract_model(config), Fixed)
 
 
 def with_parameters(model: Transformer, values: Mapping[str, Array]) -> Transformer:
-    """A model like `model` (which may be abstract) with these parameters.
+    """A model like `model` (which may be abstract) with these parameters, and what it has of fixed arrays.
 
     Raises ValueError that names parameters missing, unknown or of another shape.
     """
-    graphdef, state = nnx.split(model, nnx.Param)
+    graphdef, state = nnx.split(model, (nnx.Param, Fixed))
     flat = {".".join(map(str, path)): (path, variable) for path, variable in nnx.to_flat_state(state)}
     missing, unknown = sorted(flat.keys() - values.keys()), sorted(values.keys() - flat.keys())
     if missing or unknown:
@@ -49,8 +63,7 @@ def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array
     return jax.jit(lambda key: parameters(Transformer(config, rngs=nnx.Rngs(params=key))))(key)
 
 
-def _by_name(model: Transformer) -> dict[str, Any]:
+def _by_name(model: Transformer, kind: type[nnx.Variable]) -> dict[str, Any]:
     return {
-        ".".join(map(str, path)): variable.get_value()
-        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
+        ".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model, kind))
     }

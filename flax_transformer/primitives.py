@@ -16,12 +16,21 @@ def wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def linear(config: TransformerConfig, in_features: int, out_features: int, *, rngs: nnx.Rngs) -> nnx.Linear:
-    """x W + b with Xavier-uniform W and zero b; W is (in_features, out_features), the transpose of torch's."""
+class Fixed(nnx.Variable):
+    """An array that is carried with the weights and not trained."""
+
+
+def linear(
+    config: TransformerConfig, in_features: int, out_features: int, *, use_bias: bool | None = None, rngs: nnx.Rngs
+) -> nnx.Linear:
+    """x W + b with Xavier-uniform W and zero b; W is (in_features, out_features), the transpose of torch's.
+
+    `use_bias`: by default as the config says.
+    """
     return nnx.Linear(
         in_features,
         out_features,
-        use_bias=config.use_bias,
+        use_bias=config.use_bias if use_bias is None else use_bias,
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         kernel_init=nnx.initializers.xavier_uniform(),
@@ -79,11 +88,13 @@ class LayerNorm(nnx.Module):
     """(x - mean) / √(variance + eps) · scale + bias over the last axis (Ba et al. 2016).
 
     The variance is the mean of (x - mean)², not E[x²] - E[x]², which loses everything where the mean is large (P1).
+    Or, if so configured, (x - mean) / (unbiased standard deviation + eps) · scale + bias.
     """
 
     def __init__(self, config: TransformerConfig):
         param_dtype = jnp.dtype(config.param_dtype)
         self.eps = config.norm_eps
+        self.formula = config.norm_formula
         self.dtype = jnp.dtype(config.dtype)
         self.scale = nnx.Param(jnp.ones(config.d_model, param_dtype))
         self.bias = nnx.Param(jnp.zeros(config.d_model, param_dtype)) if config.use_bias else None
@@ -92,8 +103,13 @@ class LayerNorm(nnx.Module):
         """Normalises each vector on its own."""
         x = wide(x)
         centred = x - x.mean(axis=-1, keepdims=True)
-        variance = jnp.square(centred).mean(axis=-1, keepdims=True)
-        normalised = centred * jax.lax.rsqrt(variance + self.eps) * wide(self.scale[...])
+        if self.formula == "variance":
+            variance = jnp.square(centred).mean(axis=-1, keepdims=True)
+            normalised = centred * jax.lax.rsqrt(variance + self.eps)
+        else:
+            variance = jnp.square(centred).sum(axis=-1, keepdims=True) / (x.shape[-1] - 1)
+            normalised = centred / (jnp.sqrt(variance) + self.eps)
+        normalised *= wide(self.scale[...])
         if self.bias is not None:
             normalised += wide(self.bias[...])
         return normalised.astype(self.dtype)

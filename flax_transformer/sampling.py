@@ -70,8 +70,12 @@ class Sampling:
     ) -> tuple[SamplingState, Int[Array, "batch beams"]]:
         """After one more piece; every sample continues itself."""
         logits, found, over = wide(logits), state.found, state.over
-        chosen = self._chosen(state, allowed_logits(logits, self.model, may_end=state.length >= state.limits.least))
-        log_probs = jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
+        normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        allowed = allowed_logits(
+            logits, normaliser, config=self.config, model=self.model, length=state.length, limits=state.limits
+        )
+        chosen = self._chosen(state, allowed)
+        log_probs = (jnp.take_along_axis(allowed, chosen[..., None], axis=-1) - normaliser)[..., 0]
         chosen = jnp.where(over, self.model.pad_id, chosen).astype(jnp.int32)
         ended = ~over & (chosen == self.model.eos_id)
         length = state.length + 1

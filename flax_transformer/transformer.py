@@ -20,17 +20,17 @@ from flax_transformer.masks import (
     segment_positions,
     window_mask,
 )
-from flax_transformer.primitives import LayerNorm, linear
+from flax_transformer.primitives import Fixed, LayerNorm, linear
 from transformer_config import TransformerConfig
 
 
 class Encoder(nnx.Module):
-    """A stack of encoder layers; with pre-norm a norm at the end."""
+    """A stack of encoder layers, and a norm at the end if there is one (`TransformerConfig.final_norm`)."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.gradient_checkpointing = config.gradient_checkpointing
         self.layers = nnx.List([EncoderLayer(config, rngs=rngs) for _ in range(config.num_encoder_layers)])
-        self.final_norm = LayerNorm(config) if config.norm_order == "pre" else None
+        self.final_norm = LayerNorm(config) if config.has_final_norm else None
 
     def __call__(
         self,
@@ -54,12 +54,12 @@ class Encoder(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A stack of decoder layers; with pre-norm a norm at the end."""
+    """A stack of decoder layers, and a norm at the end if there is one (`TransformerConfig.final_norm`)."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.gradient_checkpointing = config.gradient_checkpointing
         self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.num_decoder_layers)])
-        self.final_norm = LayerNorm(config) if config.norm_order == "pre" else None
+        self.final_norm = LayerNorm(config) if config.has_final_norm else None
 
     def __call__(
         self,
@@ -122,11 +122,16 @@ class Transformer(nnx.Module):
         self.tgt_positions = Positions(config, rngs=rngs)
         self.encoder = Encoder(config, rngs=rngs)
         self.decoder = Decoder(config, rngs=rngs)
+        untied, bias = config.tie_embeddings == "none", config.trains_output_bias
         self.output_projection = (
-            linear(config, config.d_model, config.tgt_vocab_size, rngs=rngs)
-            if config.tie_embeddings == "none"
-            else None
+            linear(config, config.d_model, config.tgt_vocab_size, use_bias=bias, rngs=rngs) if untied else None
         )
+        self.output_bias: nnx.Variable | None
+        zeros = jnp.zeros(config.tgt_vocab_size, jnp.dtype(config.param_dtype))
+        if config.output_bias == "fixed":
+            self.output_bias = Fixed(zeros)
+        else:
+            self.output_bias = nnx.Param(zeros) if bias and not untied else None
 
     def __call__(
         self,
@@ -142,7 +147,7 @@ class Transformer(nnx.Module):
         is padding is said by the segments then.
 
         Raises ValueError for ids outside the vocabulary (outside jit, where they can be seen) and for sequences
-        longer than a learned position table.
+        longer than a position table.
         """
         return self.logits(self.hidden(src, tgt, dropout=dropout, packing=packing))
 
@@ -194,10 +199,10 @@ class Transformer(nnx.Module):
         return _prefixed("encoder", weights) | _prefixed("decoder", decoder_weights)
 
     def logits(self, hidden: Float[Array, "batch length d_model"]) -> Float[Array, "batch length tgt_vocab"]:
-        """The output projection, tied or not (paper 3.4)."""
-        if self.output_projection is None:
-            return self.tgt_embedding.logits(hidden)
-        return self.output_projection(hidden)
+        """The output projection, tied or not (paper 3.4), and its bias, if there is one."""
+        project = self.tgt_embedding.logits if self.output_projection is None else self.output_projection
+        logits = project(hidden)
+        return logits if self.output_bias is None else logits + self.output_bias[...].astype(logits.dtype)
 
     def new_caches(
         self, memory: Float[Array, "batch src_len d_model"], *, max_len: int, beams: int = 1
@@ -241,9 +246,30 @@ class Transformer(nnx.Module):
         return self.logits(x), caches
 
     def _real(
-        self, ids: Int[Array, "batch length"], segments: Int[Array, "batch length"] | None
+        self, ids: Int[Array, "batch length"], segments: Int[Array, "batch length"] | None, *, target: bool = False
     ) -> Bool[Array, "batch length"]:
-        return padding_mask(ids, pad_id=self.config.pad_id) if segments is None else segments != 0
+        if segments is not None:
+            return segments != 0
+        real = padding_mask(ids, pad_id=self.config.pad_id)
+        if target and self.config.bos_id == self.config.pad_id:
+            return real | (jnp.arange(ids.shape[1]) == 0)
+        return real
+
+    def _of_tokens(
+        self,
+        positions: Float[Array, "length d_model"],
+        real: Bool[Array, "batch length"],
+        segments: Int[Array, "batch length"] | None,
+    ) -> Float[Array, "*batch length d_model"]:
+        """The positions of a row, of packed rows, in which they start anew with every segment, or of real tokens."""
+        skip_padding = self.config.positions_skip_padding
+        if segments is not None:
+            rows = positions[segment_positions(segments)]
+        elif skip_padding:
+            rows = positions[jnp.cumsum(real, axis=1) - 1]
+        else:
+            return positions
+        return jnp.where(real[..., None], rows, 0) if skip_padding else rows
 
     def _encode(
         self,
@@ -257,7 +283,7 @@ class Transformer(nnx.Module):
         check_ids(src, name="src", vocab_size=self.config.src_vocab_size)
         segments = None if packing is None else packing.src_segments
         keys = self._real(src, segments) if src_mask is None else src_mask
-        x = self.src_embedding(src) + _of_segments(self.src_positions(src.shape[1]), segments)
+        x = self.src_embedding(src) + self._of_tokens(self.src_positions(src.shape[1]), keys, segments)
         x = apply_dropout(x, dropout.at("src_dropout"), rate=self.config.dropout)
         mask = AttentionMask(keys=keys, window=self.config.window, query_segments=segments, key_segments=segments)
         return self.encoder(x, mask=mask, dropout=dropout.at("encoder"), return_weights=return_weights)
@@ -275,8 +301,8 @@ class Transformer(nnx.Module):
     ) -> LayerOutput:
         check_ids(tgt, name="tgt", vocab_size=self.config.tgt_vocab_size)
         src_segments, segments = (None, None) if packing is None else packing
-        keys = self._real(tgt, segments) if tgt_mask is None else tgt_mask
-        x = self.tgt_embedding(tgt) + _of_segments(self.tgt_positions(tgt.shape[1]), segments)
+        keys = self._real(tgt, segments, target=True) if tgt_mask is None else tgt_mask
+        x = self.tgt_embedding(tgt) + self._of_tokens(self.tgt_positions(tgt.shape[1]), keys, segments)
         x = apply_dropout(x, dropout.at("tgt_dropout"), rate=self.config.dropout)
         return self.decoder(
             x,
@@ -292,13 +318,6 @@ class Transformer(nnx.Module):
             dropout=dropout.at("decoder"),
             return_weights=return_weights,
         )
-
-
-def _of_segments(
-    positions: Float[Array, "length d_model"], segments: Int[Array, "batch length"] | None
-) -> Float[Array, "*batch length d_model"]:
-    """The positions of a row, or of packed rows, in which they start anew with every segment."""
-    return positions if segments is None else positions[segment_positions(segments)]
 
 
 def check_ids(ids: Int[Array | np.ndarray, "..."], *, name: str, vocab_size: int) -> None:

@@ -1,14 +1,13 @@
-"""The command line: `python -m parity check`, `check-trainer`, `record`, `selftest`, `convert`.
+"""The command line: `python -m parity check`, `check-trainer`, `record`, `selftest`, `convert`, `inspect`, `formats`.
 
 Exit status of check: 0 equal, 1 not equal, 2 wrong usage, 3 a model failed while it was built or ran;
 of check-trainer: 0 equal, 1 not equal, 2 wrong usage;
 of record: 0 written, 1 it could not be written, 2 wrong usage, 3 a model failed; of selftest: 0 every fault found and
-no false alarm, 1 not; of convert: 0 done, 1 it failed, 2 wrong usage.
+no false alarm, 1 not; of the others: 0 done, 1 it failed, 2 wrong usage.
 """
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from parity.convert_command import convert, fields_of, formats, inspect
 from parity.twins_command import check_trainer
 from parity.usage import UsageError
 from parity.xla_flags import set_flags
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 # Only light modules above: `--help` must not wait for jax and torch.
 
 Preset = Literal["tiny", "base", "big"]
-Format = Literal["torch-reference", "flax"]
-
 PortFile = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="MY_PORT.PY")]
 Assignments = Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="FIELD=VALUE ...")]
 
@@ -179,32 +177,6 @@ def selftest(
     return tests.run(quick=quick, json_file=json_file, markdown=markdown, seed=seed, workers=workers)
 
 
-def convert(
-    src: tyro.conf.Positional[Path],
-    dst: tyro.conf.Positional[Path],
-    *,
-    source_format: Annotated[Format, tyro.conf.arg(name="from")],
-    target_format: Annotated[Format, tyro.conf.arg(name="to")],
-    overwrite: bool = False,
-) -> int:
-    """Convert a file or folder of weights.
-
-    Args:
-        src: .pt, .safetensors, an Orbax folder, or the folder of a training run: its newest checkpoint.
-        dst: Its suffix decides how it is stored; none means an Orbax folder.
-        source_format: Layout of the source.
-        target_format: Layout of the target.
-        overwrite: Replace what is there.
-    """
-    from parity.convert import convert as convert_weights
-    from parity.convert import newest_params
-
-    if (src / "checkpoints").is_dir():
-        src = newest_params(src)
-    print(convert_weights(src, dst, source_format=source_format, target_format=target_format, overwrite=overwrite))
-    return 0
-
-
 def _asked(
     port_file: Path | None,
     preset: Preset | None,
@@ -285,19 +257,11 @@ def _rungs(asked: Sequence[str]) -> Sequence[str]:
 
 
 def _fields(assignments: Sequence[str]) -> dict[str, Any]:
-    """`name=value` each; a value is read as JSON where it is JSON, and as text where it is not."""
-    fields: dict[str, Any] = {}
     for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        if not equals or name not in {field.name for field in dataclasses.fields(TransformerConfig)}:
-            raise UsageError(f"expected FIELD=VALUE with a field of TransformerConfig, got {assignment!r}")
+        name = assignment.partition("=")[0]
         if name in NOT_CHECKED:
             raise UsageError(f"expected a field that the check depends on, got {assignment!r}: {NOT_CHECKED[name]}")
-        try:
-            fields[name] = json.loads(text.replace("None", "null").replace("True", "true").replace("False", "false"))
-        except json.JSONDecodeError:
-            fields[name] = text
-    return fields
+    return fields_of(assignments)
 
 
 def _writable(report: Path | None, json_file: Path | None) -> None:
@@ -362,6 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "record": record,
         "selftest": selftest,
         "convert": convert,
+        "inspect": inspect,
+        "formats": formats,
     }
     try:
         return tyro.extras.subcommand_cli_from_dict(commands, prog="python -m parity", args=arguments)

@@ -19,6 +19,7 @@ from flax_transformer.decoding import beam_search as jax_beam_search
 from flax_transformer.decoding import greedy as jax_greedy
 from flax_transformer.parameters import (
     abstract_model,
+    fixed_arrays,
     initial_parameters,
     parameters,
 )
@@ -122,7 +123,10 @@ def _port_side(config: TransformerConfig, optimizer: OptimizerConfig, *, smoothi
     def start(model: Any) -> TrainState:
         params = parameters(model)
         return TrainState(
-            jnp.zeros((), jnp.int32), params, make_optimizer(optimizer, d_model=config.d_model).init(params)
+            jnp.zeros((), jnp.int32),
+            params,
+            make_optimizer(optimizer, d_model=config.d_model).init(params),
+            fixed=fixed_arrays(model) or None,
         )
 
     def step(state: TrainState, inputs: Mapping[str, Any], masks: Mapping[str, Any]) -> tuple[TrainState, Any]:
@@ -234,9 +238,13 @@ def random_batch(config: TransformerConfig, *, seed: int, src_len: int = 11, tgt
     rng = np.random.default_rng(seed)
     limit = config.sequence_limit or max(src_len, tgt_len)
     src_len, tgt_len = min(src_len, limit), min(tgt_len, limit)
-    specials = 1 + max(config.pad_id, config.bos_id, config.eos_id)
-    src = rng.integers(specials, config.src_vocab_size, (4, src_len), dtype=np.int32)
-    tgt = rng.integers(specials, config.tgt_vocab_size, (4, tgt_len), dtype=np.int32)
+    special = (config.pad_id, config.bos_id, config.eos_id)
+
+    def draw(vocab_size: int, length: int) -> np.ndarray:
+        pieces = np.setdiff1d(np.arange(vocab_size, dtype=np.int32), special)
+        return pieces[rng.integers(len(pieces), size=(4, length), dtype=np.int32)]
+
+    src, tgt = draw(config.src_vocab_size, src_len), draw(config.tgt_vocab_size, tgt_len)
     for row, (src_padding, tgt_padding) in enumerate(((0, 0), (2, 3), (5, 1), (7, 4))):
         src_end, tgt_end = max(1, src_len - src_padding), max(1, tgt_len - tgt_padding)
         src[row, src_end - 1 :], tgt[row, tgt_end - 1 :] = config.pad_id, config.pad_id

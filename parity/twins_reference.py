@@ -76,17 +76,18 @@ def _decoded(module: torch_reference.Transformer, src: torch.Tensor, *, beam: Be
 
 
 def initial_weights(config: TransformerConfig, *, seed: int) -> dict[str, np.ndarray]:
-    """Initial weights of the torch reference in float32, with noise on biases and norms.
+    """Initial weights of the torch reference in float32, with noise on biases, norms and what is not trained.
 
     At their initial 0 and 1 two biases that were exchanged would look alike.
     """
     generator = torch.Generator().manual_seed(seed)
     config = config.replace(dtype="float32", param_dtype="float32")
     module = torch_reference.Transformer(config, generator=generator)
+    fixed = dict(module.named_buffers())
     weights = {}
-    for name, parameter in module.named_parameters():
-        values = parameter.detach()
-        if values.ndim == 1:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        values = tensor.detach()
+        if values.ndim == 1 or name in fixed:
             values = values + 0.1 * torch.randn(values.shape, generator=generator)
         weights[name] = values.numpy()
     return weights

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_transformer.parameters import abstract_model, parameter_shapes, with_parameters
+from flax_transformer.parameters import abstract_model, fixed_shapes, parameter_shapes, with_parameters
 from transformer_config import TransformerConfig
 
 
@@ -83,6 +83,6 @@ def port_sites(config: TransformerConfig, shapes: tuple[tuple[int, ...], ...], r
     ids = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     jax.eval_shape(
         lambda params, src, tgt: with_parameters(model, params)(src, tgt, dropout=recorder),
-        parameter_shapes(config),
+        parameter_shapes(config) | fixed_shapes(config),
         *ids,
     )

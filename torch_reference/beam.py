@@ -47,9 +47,8 @@ def beam_search(model: Transformer, src: Int[Tensor, "batch src_len"], *, config
     """The likeliest translations that a beam finds (Wu et al. 2016, section 7), `config.num_hypotheses` a sentence.
 
     In each step the best 2·beam_size continuations of a sentence's beams are looked at: those that end among the first
-    beam_size are finished and kept apart, the best beam_size that do not end go on. pad_id and bos_id are never chosen,
-    unless eos_id is the same. A row of the batch that is all padding has no hypothesis. The result of a sentence does
-    not depend on its neighbours.
+    beam_size are finished and kept apart, the best beam_size that do not end go on. A row of the batch that is all
+    padding has no hypothesis. The result of a sentence does not depend on its neighbours.
 
     Raises ValueError for a `max_len` beyond a learned position table.
     """
@@ -67,8 +66,9 @@ def _search(model: Transformer, src: Int[Tensor, "1 src_len"], config: BeamConfi
     alive, top_ended = [_Beam((), 0.0)], False
     pool: list[_Hypothesis] = []
     for length in range(1, limit + 1):
+        forced = _forced(config, model, length, limit)
         candidates = _best_continuations(
-            model, alive, memory, src_mask, number=2 * config.beam_size, may_end=length > least
+            model, alive, memory, src_mask, config=config, may_end=length > least, forced=forced
         )
         finished = [
             _hypothesis(config, beam, ended=_ends(model, beam))
@@ -93,12 +93,30 @@ def _length_limits(config: BeamConfig, model: Transformer, src_length: int) -> t
     return min(max(config.min_len, math.ceil(config.min_len_ratio * src_length)), limit - 1), limit
 
 
+def _forced(config: BeamConfig, model: Transformer, length: int, limit: int) -> int | None:
+    """What piece number `length` has to be, if that is said."""
+    if config.forced_end and length == limit:
+        return model.config.eos_id
+    return config.first_id if length == 1 else None
+
+
 def _best_continuations(
-    model: Transformer, alive: list[_Beam], memory: Tensor, src_mask: Tensor, *, number: int, may_end: bool
+    model: Transformer,
+    alive: list[_Beam],
+    memory: Tensor,
+    src_mask: Tensor,
+    *,
+    config: BeamConfig,
+    may_end: bool,
+    forced: int | None,
 ) -> list[_Beam]:
-    """The best of every beam with every piece; of equals the better beam's, then the lower id."""
-    config = model.config
-    tgt = torch.tensor([(config.bos_id, *beam.ids) for beam in alive], device=memory.device)
+    """The best 2·beam_size of every beam with every piece; of equals the better beam's, then the lower id.
+
+    What is forced costs nothing.
+    """
+    if forced is not None:
+        return [_Beam((*beam.ids, forced), beam.log_prob) for beam in alive]
+    tgt = torch.tensor([(model.config.bos_id, *beam.ids) for beam in alive], device=memory.device)
     logits = model.decode(
         tgt,
         memory.expand(len(alive), -1, -1),
@@ -107,11 +125,14 @@ def _best_continuations(
         tgt_mask=torch.ones_like(tgt, dtype=torch.bool),
     )
     log_probs = logits[:, -1].log_softmax(dim=-1)
-    log_probs[:, sorted({config.pad_id, config.bos_id} - {config.eos_id})] = -math.inf
+    pad_id, bos_id, eos_id = model.config.pad_id, model.config.bos_id, model.config.eos_id
+    never = {pad_id, bos_id} if config.never is None else set(config.never)
+    log_probs[:, sorted(never - {eos_id})] = -math.inf
     if not may_end:
-        log_probs[:, config.eos_id] = -math.inf
+        log_probs[:, eos_id] = -math.inf
     totals = log_probs + log_probs.new_tensor([beam.log_prob for beam in alive]).unsqueeze(1)
     best, places = totals.flatten().sort(descending=True, stable=True)
+    number = 2 * config.beam_size
     return [
         _Beam((*alive[place // totals.shape[1]].ids, place % totals.shape[1]), log_prob)
         for log_prob, place in zip(best[:number].tolist(), places[:number].tolist(), strict=True)

@@ -15,18 +15,20 @@ from transformer_config import TransformerConfig
 class Embedding(nn.Module):
     """A table of vectors, one an id, drawn from N(0, 1/√d_model) and multiplied by √d_model where it is read.
 
-    The 1/√d_model is a standard deviation. No row is special: that of padding is drawn and trained like any other.
+    The 1/√d_model is a standard deviation. That of padding is drawn like any other; where it is read it is trained
+    like any other, unless `freeze_padding` says no. Without the scale if so configured.
     """
 
     def __init__(self, vocab_size: int, config: TransformerConfig, *, generator: torch.Generator):
         super().__init__()
-        self.d_model = config.d_model
+        self.scale = math.sqrt(config.d_model) if config.embedding_scale else 1.0
+        self.frozen_id = config.pad_id if config.freeze_padding else None
         self.dtype = torch_dtype(config.dtype)
         self.weight = nn.Parameter(_normal_table(vocab_size, config, generator=generator))
 
     def forward(self, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length d_model"]:
         """The scaled vectors of `ids`."""
-        return F.embedding(ids, self.weight).to(self.dtype) * math.sqrt(self.d_model)
+        return F.embedding(ids, self.weight, padding_idx=self.frozen_id).to(self.dtype) * self.scale
 
     def logits(self, x: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length vocab"]:
         """x Eᵀ: the table as an output projection, without the scale (paper 3.4)."""
@@ -34,23 +36,33 @@ class Embedding(nn.Module):
 
 
 class Positions(nn.Module):
-    """What is added to the embedding of a position: a sinusoid, or a row of a learned table."""
+    """What is added to the embedding of a position: a sinusoid, or a row of a table.
+
+    A table that is learned is drawn; one that is fixed is zero until it is given with the weights.
+    """
 
     def __init__(self, config: TransformerConfig, *, generator: torch.Generator):
         super().__init__()
         self.config = config
         rows = config.position_offset + config.max_len
-        learned = config.positions == "learned"
-        self.table = nn.Parameter(_normal_table(rows, config, generator=generator)) if learned else None
+        self.table: Tensor | None
+        if config.positions == "learned":
+            self.table = nn.Parameter(_normal_table(rows, config, generator=generator))
+        elif config.positions == "fixed":
+            zeros = torch.zeros(rows, config.d_model, dtype=torch_dtype(config.param_dtype))
+            self.register_buffer("table", zeros)
+        else:
+            self.table = None
         # Neither a parameter nor a buffer: `.to(dtype)` would round a buffer for good, and state_dict would carry it.
-        self.host_table = None if learned else _host_table(config.interpolated_len or config.max_len, config)
+        computed = not config.has_position_table
+        self.host_table = _host_table(config.interpolated_len or config.max_len, config) if computed else None
 
     def forward(self, length: int, *, device: torch.device | None = None) -> Float[Tensor, "length d_model"]:
-        """Positions 0 .. length-1. Raises ValueError beyond a learned table."""
+        """Positions 0 .. length-1. Raises ValueError beyond a table."""
         config, dtype = self.config, torch_dtype(self.config.dtype)
         limit = config.sequence_limit
         if limit is not None and length > limit:
-            raise ValueError(f"expected at most {limit} positions, the learned table's, got a sequence of {length}")
+            raise ValueError(f"expected at most {limit} positions, the table's, got a sequence of {length}")
         if self.host_table is not None:
             long_enough = length <= self.host_table.shape[0]
             host_table = self.host_table[:length] if long_enough else _host_table(length, config)

@@ -21,10 +21,22 @@ def wide(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 class Linear(nn.Linear):
-    """x Wᵀ + b with Xavier-uniform W and zero b; W is (out_features, in_features), the transpose of Flax's."""
+    """x Wᵀ + b with Xavier-uniform W and zero b; W is (out_features, in_features), the transpose of Flax's.
 
-    def __init__(self, config: TransformerConfig, in_features: int, out_features: int, *, generator: torch.Generator):
-        super().__init__(in_features, out_features, bias=config.use_bias, dtype=torch_dtype(config.param_dtype))
+    `use_bias`: by default as the config says.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool | None = None,
+        generator: torch.Generator,
+    ):
+        bias = config.use_bias if use_bias is None else use_bias
+        super().__init__(in_features, out_features, bias=bias, dtype=torch_dtype(config.param_dtype))
         self.dtype = torch_dtype(config.dtype)
         nn.init.xavier_uniform_(self.weight, generator=generator)
         if self.bias is not None:
@@ -43,12 +55,14 @@ class LayerNorm(nn.Module):
     """(x - mean) / √(variance + eps) · weight + bias over the last axis (Ba et al. 2016).
 
     The variance is the mean of (x - mean)², not E[x²] - E[x]², which loses everything where the mean is large (P1).
+    Or, if so configured, (x - mean) / (unbiased standard deviation + eps) · weight + bias.
     """
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
         param_dtype = torch_dtype(config.param_dtype)
         self.eps = config.norm_eps
+        self.formula = config.norm_formula
         self.dtype = torch_dtype(config.dtype)
         self.weight = nn.Parameter(torch.ones(config.d_model, dtype=param_dtype))
         self.bias = nn.Parameter(torch.zeros(config.d_model, dtype=param_dtype)) if config.use_bias else None
@@ -57,8 +71,11 @@ class LayerNorm(nn.Module):
         """Normalises each vector on its own."""
         x = wide(x)
         centred = x - x.mean(dim=-1, keepdim=True)
-        variance = centred.square().mean(dim=-1, keepdim=True)
-        normalised = centred / torch.sqrt(variance + self.eps) * wide(self.weight)
+        if self.formula == "variance":
+            divisor = torch.sqrt(centred.square().mean(dim=-1, keepdim=True) + self.eps)
+        else:
+            divisor = x.std(dim=-1, keepdim=True, correction=1) + self.eps
+        normalised = centred / divisor * wide(self.weight)
         if self.bias is not None:
             normalised = normalised + wide(self.bias)
         return normalised.to(self.dtype)

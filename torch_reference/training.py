@@ -3,8 +3,8 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -219,6 +219,19 @@ def initial_state(model: Transformer, options: TrainingOptions) -> TrainState:
     scaler = torch.amp.GradScaler(device.type, enabled=config.dtype == "float16")
     compiled = cast(Transformer, torch.compile(model)) if options.compile else model
     return TrainState(model=compiled, optimizer=optimizer, schedule=schedule, scaler=scaler)
+
+
+def resume(state: TrainState, *, step: int, optimizer: Mapping[str, Any]) -> None:
+    """Goes on from after `step` steps, with that state dict of Adam; the schedule stands where it would stand."""
+    state.optimizer.load_state_dict(dict(optimizer))
+    rates = [
+        base * factor(step) for base, factor in zip(state.schedule.base_lrs, state.schedule.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    stands = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
+    state.schedule.load_state_dict({**state.schedule.state_dict(), **stands})
+    state.step = step
 
 
 def batch_loss(model: Transformer, batch: Batch, *, smoothing: float, dropout: DropoutSource = NO_DROPOUT) -> LossSums:

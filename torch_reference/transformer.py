@@ -12,18 +12,18 @@ from torch_reference.dropout import NO_DROPOUT, DropoutSource, apply_dropout
 from torch_reference.embedding import Embedding, Positions
 from torch_reference.layers import DecoderLayer, EncoderLayer, LayerOutput
 from torch_reference.masks import AttentionMask, Packing, padding_mask, segment_positions
-from torch_reference.primitives import LayerNorm, Linear
+from torch_reference.primitives import LayerNorm, Linear, torch_dtype
 from transformer_config import TransformerConfig
 
 
 class Encoder(nn.Module):
-    """A stack of encoder layers; with pre-norm a norm at the end."""
+    """A stack of encoder layers, and a norm at the end if there is one (`TransformerConfig.final_norm`)."""
 
     def __init__(self, config: TransformerConfig, *, generator: torch.Generator):
         super().__init__()
         self.gradient_checkpointing = config.gradient_checkpointing
         self.layers = nn.ModuleList(EncoderLayer(config, generator=generator) for _ in range(config.num_encoder_layers))
-        self.final_norm = LayerNorm(config) if config.norm_order == "pre" else None
+        self.final_norm = LayerNorm(config) if config.has_final_norm else None
 
     def forward(
         self,
@@ -45,13 +45,13 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A stack of decoder layers; with pre-norm a norm at the end."""
+    """A stack of decoder layers, and a norm at the end if there is one (`TransformerConfig.final_norm`)."""
 
     def __init__(self, config: TransformerConfig, *, generator: torch.Generator):
         super().__init__()
         self.gradient_checkpointing = config.gradient_checkpointing
         self.layers = nn.ModuleList(DecoderLayer(config, generator=generator) for _ in range(config.num_decoder_layers))
-        self.final_norm = LayerNorm(config) if config.norm_order == "pre" else None
+        self.final_norm = LayerNorm(config) if config.has_final_norm else None
 
     def forward(
         self,
@@ -100,11 +100,18 @@ class Transformer(nn.Module):
         self.tgt_positions = Positions(config, generator=generator)
         self.encoder = Encoder(config, generator=generator)
         self.decoder = Decoder(config, generator=generator)
+        untied, bias = config.tie_embeddings == "none", config.trains_output_bias
         self.output_projection = (
-            Linear(config, config.d_model, config.tgt_vocab_size, generator=generator)
-            if config.tie_embeddings == "none"
+            Linear(config, config.d_model, config.tgt_vocab_size, use_bias=bias, generator=generator)
+            if untied
             else None
         )
+        self.output_bias: Tensor | None
+        zeros = torch.zeros(config.tgt_vocab_size, dtype=torch_dtype(config.param_dtype))
+        if config.output_bias == "fixed":
+            self.register_buffer("output_bias", zeros)
+        else:
+            self.output_bias = nn.Parameter(zeros) if bias and not untied else None
 
     def forward(
         self,
@@ -119,7 +126,7 @@ class Transformer(nn.Module):
         With `packing` a row holds several pairs of sentences, each of which gives the logits it would give alone; what
         is padding is said by the segments then.
 
-        Raises ValueError for ids outside the vocabulary (unless compiled) and for sequences longer than a learned
+        Raises ValueError for ids outside the vocabulary (unless compiled) and for sequences longer than a
         position table.
         """
         return self.logits(self.hidden(src, tgt, dropout=dropout, packing=packing))
@@ -172,10 +179,10 @@ class Transformer(nn.Module):
         return _prefixed("encoder", weights) | _prefixed("decoder", decoder_weights)
 
     def logits(self, hidden: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length tgt_vocab"]:
-        """The output projection, tied or not (paper 3.4)."""
-        if self.output_projection is None:
-            return self.tgt_embedding.logits(hidden)
-        return self.output_projection(hidden)
+        """The output projection, tied or not (paper 3.4), and its bias, if there is one."""
+        project = self.tgt_embedding.logits if self.output_projection is None else self.output_projection
+        logits = project(hidden)
+        return logits if self.output_bias is None else logits + self.output_bias.to(logits.dtype)
 
     def self_mask(
         self, keys: Bool[Tensor, "batch keys"] | None, segments: Int[Tensor, "batch keys"] | None = None
@@ -186,9 +193,29 @@ class Transformer(nn.Module):
         )
 
     def _real(
-        self, ids: Int[Tensor, "batch length"], segments: Int[Tensor, "batch length"] | None
+        self, ids: Int[Tensor, "batch length"], segments: Int[Tensor, "batch length"] | None, *, target: bool = False
     ) -> Bool[Tensor, "batch length"]:
-        return padding_mask(ids, pad_id=self.config.pad_id) if segments is None else segments != 0
+        if segments is not None:
+            return segments != 0
+        real = padding_mask(ids, pad_id=self.config.pad_id)
+        if target and self.config.bos_id == self.config.pad_id:
+            real[:, 0] = True
+        return real
+
+    def _of_tokens(
+        self,
+        positions: Float[Tensor, "length d_model"],
+        real: Bool[Tensor, "batch length"],
+        segments: Int[Tensor, "batch length"] | None,
+    ) -> Float[Tensor, "*batch length d_model"]:
+        """The positions of a row, of packed rows, in which they start anew with every segment, or of real tokens."""
+        if segments is not None:
+            rows = positions[segment_positions(segments)]
+        elif self.config.positions_skip_padding:
+            rows = positions[real.cumsum(dim=1) - 1]
+        else:
+            return positions
+        return rows * real.unsqueeze(-1) if self.config.positions_skip_padding else rows
 
     def _encode(
         self,
@@ -202,7 +229,8 @@ class Transformer(nn.Module):
         check_ids(src, name="src", vocab_size=self.config.src_vocab_size)
         segments = None if packing is None else packing.src_segments
         keys = self._real(src, segments) if src_mask is None else src_mask
-        x = self.src_embedding(src) + _of_segments(self.src_positions(src.shape[1], device=src.device), segments)
+        positions = self.src_positions(src.shape[1], device=src.device)
+        x = self.src_embedding(src) + self._of_tokens(positions, keys, segments)
         x = apply_dropout(x, dropout.at("src_dropout"), rate=self.config.dropout)
         mask = AttentionMask(keys=keys, window=self.config.window, query_segments=segments, key_segments=segments)
         return self.encoder(x, mask=mask, dropout=dropout.at("encoder"), return_weights=return_weights)
@@ -220,8 +248,9 @@ class Transformer(nn.Module):
     ) -> LayerOutput:
         check_ids(tgt, name="tgt", vocab_size=self.config.tgt_vocab_size)
         src_segments, segments = (None, None) if packing is None else packing
-        keys = self._real(tgt, segments) if tgt_mask is None else tgt_mask
-        x = self.tgt_embedding(tgt) + _of_segments(self.tgt_positions(tgt.shape[1], device=tgt.device), segments)
+        keys = self._real(tgt, segments, target=True) if tgt_mask is None else tgt_mask
+        positions = self.tgt_positions(tgt.shape[1], device=tgt.device)
+        x = self.tgt_embedding(tgt) + self._of_tokens(positions, keys, segments)
         x = apply_dropout(x, dropout.at("tgt_dropout"), rate=self.config.dropout)
         return self.decoder(
             x,
@@ -231,13 +260,6 @@ class Transformer(nn.Module):
             dropout=dropout.at("decoder"),
             return_weights=return_weights,
         )
-
-
-def _of_segments(
-    positions: Float[Tensor, "length d_model"], segments: Int[Tensor, "batch length"] | None
-) -> Float[Tensor, "*batch length d_model"]:
-    """The positions of a row, or of packed rows, in which they start anew with every segment."""
-    return positions if segments is None else positions[segment_positions(segments)]
 
 
 def check_ids(ids: Int[Tensor, "..."], *, name: str, vocab_size: int) -> None:

@@ -4,6 +4,7 @@ Saves run beside the training and are committed by a rename, so a process that i
 """
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-from flax_transformer.parameters import parameter_shapes
+from flax_transformer.parameters import fixed_shapes, parameter_shapes
 from train.config import TrainConfig
 from train.state import LossScale, TrainState, make_optimizer
 from transformer_config import TransformerConfig
@@ -90,12 +91,12 @@ class Checkpoints:
         if state.loss_scale is not None:
             extra["loss_scale"] = [np.asarray(value).item() for value in state.loss_scale]
         items: dict[str, Any] = {
-            "params": ocp.args.PyTreeSave(state.params),
+            "params": ocp.args.PyTreeSave(state.with_fixed(state.params)),
             "opt_state": ocp.args.PyTreeSave(state.opt_state),
             "run": ocp.args.JsonSave(extra),
         }
         if state.ema is not None:
-            items["ema"] = ocp.args.PyTreeSave(state.ema)
+            items["ema"] = ocp.args.PyTreeSave(state.with_fixed(state.ema))
         comparable = measured if measured is not None and self._metric in measured else None
         self._manager.save(step, args=ocp.args.Composite(**items), metrics=comparable)
 
@@ -125,16 +126,18 @@ class Checkpoints:
 
         Raises ValueError that names the checkpoint if it cannot be read, or holds another model or optimizer.
         """
-        params = parameter_shapes(config.model)
+        params, fixed = parameter_shapes(config.model), fixed_shapes(config.model)
         optimizer = make_optimizer(config.optimizer, d_model=config.model.d_model)
-        wanted = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+        wanted = {"params": params | fixed, "opt_state": jax.eval_shape(optimizer.init, params)}
         if config.optimizer.ema_decay is not None:
-            wanted["ema"] = params
+            wanted["ema"] = params | fixed
         items = {name: _as_numpy(tree) for name, tree in wanted.items()}
         restored = self._restore(step, run=ocp.args.JsonRestore(), **items)
         for name, tree in wanted.items():
             self._check_shapes(step, name, tree, restored[name])
-        values: dict[str, Any] = {"step": np.int32(step)} | {name: restored[name] for name in wanted}
+        values: dict[str, Any] = {"step": np.int32(step), "opt_state": restored["opt_state"]}
+        values |= {item: _only(params, restored[item]) for item in ("params", "ema") if item in wanted}
+        values["fixed"] = _only(fixed, restored["params"]) or None
         scale = restored["run"].get("loss_scale")
         if (scale is not None) != (config.model.dtype == "float16"):
             raise ValueError(
@@ -149,8 +152,8 @@ class Checkpoints:
     def restore_params(
         self, config: TransformerConfig, step: int, *, item: Literal["params", "ema"] | None = None
     ) -> dict[str, np.ndarray]:
-        """The parameters at `step`, and nothing else; by default the moving average if there is one."""
-        shapes = parameter_shapes(config)
+        """All that the model is made of at `step`; by default the moving average if there is one."""
+        shapes = parameter_shapes(config) | fixed_shapes(config)
         if item is None:
             item = "ema" if (self.folder / str(step) / "ema").is_dir() else "params"
         restored = self._restore(step, **{item: _as_numpy(shapes)})[item]
@@ -179,6 +182,10 @@ class Checkpoints:
                 raise ValueError(
                     f"{self.folder / str(step)}: expected {item}{name} of shape {leaf.shape}, got {np.shape(value)}"
                 )
+
+
+def _only(names: Iterable[str], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: arrays[name] for name in names}
 
 
 def _as_numpy(like: Any) -> ocp.args.PyTreeRestore:

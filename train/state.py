@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from flax_transformer.parameters import initial_parameters
+from flax_transformer.parameters import fixed_shapes, initial_parameters
 from train.config import OptimizerConfig, TrainConfig
 from train.schedule import make_schedule
 
@@ -51,6 +51,8 @@ class TrainState(NamedTuple):
     """Moving average of the parameters, where there is one: for inference, never trained on."""
     loss_scale: LossScale | None = None
     """For float16 alone."""
+    fixed: dict[str, Array] | None = None
+    """What a model has beside its parameters that is not trained, if anything."""
 
     @property
     def updates(self) -> Int[Array, ""]:
@@ -59,8 +61,12 @@ class TrainState(NamedTuple):
 
     @property
     def inference_params(self) -> dict[str, Array]:
-        """What is evaluated: the moving average if there is one."""
-        return self.params if self.ema is None else self.ema
+        """What is evaluated: the moving average if there is one; and what is not trained."""
+        return self.with_fixed(self.params if self.ema is None else self.ema)
+
+    def with_fixed(self, params: dict[str, Array]) -> dict[str, Array]:
+        """All that the model is made of: parameters, and what is not trained."""
+        return params if self.fixed is None else params | self.fixed
 
 
 def make_clipping(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -109,6 +115,7 @@ def initial_state(config: TrainConfig) -> TrainState:
         opt_state=jax.jit(optimizer.init)(params),
         ema=None if config.optimizer.ema_decay is None else jax.tree.map(jnp.copy, params),
         loss_scale=loss_scale,
+        fixed={name: jnp.zeros(of.shape, of.dtype) for name, of in fixed_shapes(config.model).items()} or None,
     )
 
 

@@ -111,7 +111,7 @@ def make_update(
         scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
 
         def share(params: dict[str, Array], micro: Arrays) -> tuple[Array, LossSums]:
-            sums = loss(across.gathered(params), micro, dropout.for_rows(micro.rows))
+            sums = loss(across.gathered(state.with_fixed(params)), micro, dropout.for_rows(micro.rows))
             return scale * (sums.loss / num_tokens), sums
 
         gradients, sums = across.sum(_added_up(share, state.params, batch))

@@ -20,8 +20,11 @@ UNK_ID = 3
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 AttentionImplementation = Literal["plain", "blockwise", "library"]
 DType = Literal["float64", "float32", "bfloat16", "float16"]
+FinalNorm = Literal["if_pre", "always", "never"]
+NormFormula = Literal["variance", "unbiased_deviation"]
 NormOrder = Literal["post", "pre"]
-Positions = Literal["interleaved", "concatenated", "concatenated_half_minus_1", "learned"]
+OutputBias = Literal["if_untied", "never", "trained", "fixed"]
+Positions = Literal["interleaved", "concatenated", "concatenated_half_minus_1", "learned", "fixed"]
 TiedEmbeddings = Literal["none", "output", "all"]
 
 
@@ -47,24 +50,39 @@ class TransformerConfig:
     activation: Activation = "relu"
     """Of the feed-forward network. `gelu` is the exact erf form, `gelu_tanh` its approximation."""
     norm_order: NormOrder = "post"
-    """`post`: norm(x + sublayer(x)), the paper's. `pre`: x + sublayer(norm(x)), with a final norm after each stack."""
+    """`post`: norm(x + sublayer(x)), the paper's. `pre`: x + sublayer(norm(x))."""
+    final_norm: FinalNorm = "if_pre"
+    """A norm after each stack: with pre-norm alone; `always`, as `torch.nn.Transformer` has it; or `never`."""
+    norm_formula: NormFormula = "variance"
+    """What a layer norm divides by: √(variance + norm_eps), or the unbiased standard deviation + norm_eps (the
+    Annotated Transformer)."""
     norm_eps: float = 1e-5
-    """Added to the variance in every layer norm."""
+    """Added in every layer norm, to the variance or to the deviation."""
     use_bias: bool = True
-    """Biases in projections, feed-forward networks, norms and an untied output projection."""
+    """Biases in projections, feed-forward networks and norms."""
+    output_bias: OutputBias = "if_untied"
+    """Of the logits: trained if the output projection is untied and `use_bias`; `never`; always `trained`; or `fixed`,
+    carried with the weights and not trained (Marian)."""
     tie_embeddings: TiedEmbeddings = "all"
     """`output`: target embedding and output projection share one matrix; `all`: the source embedding too (3.4)."""
+    embedding_scale: bool = True
+    """Whether embeddings are multiplied by √d_model where they are read (3.4)."""
+    freeze_padding: bool = False
+    """Whether the embedding of pad_id gets no gradient where it is read, as with torch's `padding_idx`."""
 
     positions: Positions = "interleaved"
     """Sinusoids: sin and cos `interleaved` as in 3.5; `concatenated`, all sines then all cosines (Marian);
-    `concatenated_half_minus_1`, with d_model/2 - 1 in the exponent's divisor (tensor2tensor, fairseq). Or `learned`."""
+    `concatenated_half_minus_1`, with d_model/2 - 1 in the exponent's divisor (tensor2tensor, fairseq). Or a table:
+    `learned`, or `fixed`, carried with the weights and not trained (for tables that another library has rounded)."""
+    positions_skip_padding: bool = False
+    """Whether positions count real tokens alone, and padding has none, a vector of zeros (fairseq)."""
     position_offset: int = 0
     """Position number of the first token (fairseq: pad_id + 1)."""
     max_len: int = 1024
-    """Positions that are trained on, and rows of a learned table (besides the offset's)."""
+    """Positions that are trained on, and rows of a table (besides the offset's)."""
     interpolated_len: int | None = None
     """If set, positions 0 .. interpolated_len-1 are mapped linearly onto the trained 0 .. max_len-1. If not,
-    sinusoids are computed on beyond max_len, and a learned table refuses longer sequences."""
+    sinusoids are computed on beyond max_len, and a table refuses longer sequences."""
 
     dropout: float = 0.1
     """On embeddings and on every sublayer's output before it is added (5.4)."""
@@ -90,6 +108,7 @@ class TransformerConfig:
 
     pad_id: int = PAD_ID
     bos_id: int = BOS_ID
+    """What a target starts with; some models have pad_id here, which then is a real token in the first place."""
     eos_id: int = EOS_ID
 
     def __post_init__(self) -> None:
@@ -125,7 +144,10 @@ class TransformerConfig:
             "activation": Activation,
             "attention": AttentionImplementation,
             "dtype": DType,
+            "final_norm": FinalNorm,
+            "norm_formula": NormFormula,
             "norm_order": NormOrder,
+            "output_bias": OutputBias,
             "param_dtype": DType,
             "positions": Positions,
             "tie_embeddings": TiedEmbeddings,
@@ -145,7 +167,7 @@ class TransformerConfig:
                 _expect(is_int or (optional and value is None), field.name, "an integer", value)
 
     def _check_positions(self) -> None:
-        if self.positions != "learned":
+        if not self.has_position_table:
             _expect(self.d_model % 2 == 0, "d_model", "an even number, for pairs of sine and cosine", self.d_model)
         if self.positions == "concatenated_half_minus_1":
             _expect(self.d_model >= 4, "d_model", "at least 4, for a divisor of d_model/2 - 1", self.d_model)
@@ -175,9 +197,25 @@ class TransformerConfig:
         return self.d_model // self.num_heads
 
     @property
+    def has_final_norm(self) -> bool:
+        """Whether a norm stands after each stack."""
+        return self.final_norm == "always" or (self.final_norm == "if_pre" and self.norm_order == "pre")
+
+    @property
+    def trains_output_bias(self) -> bool:
+        """Whether the logits have a bias that is trained."""
+        untied = self.use_bias and self.tie_embeddings == "none"
+        return self.output_bias == "trained" or (self.output_bias == "if_untied" and untied)
+
+    @property
+    def has_position_table(self) -> bool:
+        """Whether positions are rows of a table that stands among the weights."""
+        return self.positions in ("learned", "fixed")
+
+    @property
     def sequence_limit(self) -> int | None:
         """Longest sequence the model takes, in pieces; None where positions can be computed on."""
-        if self.positions != "learned":
+        if not self.has_position_table:
             return None
         return self.interpolated_len or self.max_len
 

@@ -9,7 +9,7 @@ Stopping = Literal["bound", "transformers", "transformers_early", "transformers_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthConfig:
-    """How long a translation must and may be, in pieces."""
+    """How long a translation must and may be, in pieces; and what may not, or must, stand in it."""
 
     min_len: int = 0
     """Pieces before the end may come, at least."""
@@ -22,10 +22,21 @@ class LengthConfig:
     positions."""
     max_len_ratio: float | None = None
     """If set, at most so many pieces for each piece of the source, and ten more; the smaller of both counts."""
+    never: tuple[int, ...] | None = None
+    """Ids that are never chosen, the end not among them; by default pad_id and bos_id, unless eos_id is the same."""
+    first_id: int | None = None
+    """If set, the piece that every translation begins with, such as the tag of a language."""
+    forced_end: bool = False
+    """Whether the last piece that a translation may have is its end.
+
+    What is forced costs nothing: its log-probability counts as 0, as with the forced tokens of `transformers`."""
 
     def __post_init__(self) -> None:
         _expect_at_least(self, 1, "max_len")
         _expect_at_least(self, 0, "min_len", "min_len_ratio", "max_len_growth")
+        for name, ids in (("never", self.never or ()), ("first_id", () if self.first_id is None else (self.first_id,))):
+            if any(not isinstance(id_, int) or id_ < 0 for id_ in ids):
+                raise ValueError(f"{name}: expected ids of at least 0, got {getattr(self, name)}")
         if self.min_len >= self.max_len:
             raise ValueError(f"min_len: expected less than max_len={self.max_len}, got {self.min_len}")
         if self.max_len_ratio is not None and not 0.0 < self.max_len_ratio < float("inf"):

@@ -1,48 +1,52 @@
 """Weights in safetensors files, read lazily; tied tensors as `safetensors.torch.save_model` marks them."""
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import safetensors
-import safetensors.numpy
 
-from parity.weights.checkpoint import Checkpoint, StoreError, native
+from parity.weights.checkpoint import Checkpoint, StoreError
 from parity.weights.problems import TensorSpec
+from parity.weights.safetensors_stream import CODES, HASHES, SafetensorsStream, as_memory
 
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "C64": "complex64",
-}
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 class LazyTensors(Mapping[str, np.ndarray]):
-    """The tensors of one safetensors file; each is read when asked for, and not kept."""
+    """The tensors of one safetensors file; each is read when asked for, and not kept.
 
-    def __init__(self, path: Path) -> None:
+    Where the file has their hashes (ours do) a tensor with other bytes raises StoreError. With `mapped` a tensor is the
+    file itself, mapped into memory and not to be written to; otherwise a copy.
+    """
+
+    def __init__(self, path: Path, *, mapped: bool = False) -> None:
         self._path = path
         try:
             self._file = safetensors.safe_open(str(path), "np")
         except safetensors.SafetensorError as error:
             raise StoreError(f"{path}: expected a whole safetensors file, got {error}") from error
         self._names = dict.fromkeys(self._file.keys())
+        self._free_text = dict(self._file.metadata() or {})
+        self._hashes = self._read_hashes()
+        self._places = _Places(path) if mapped else None
+
+    def _read_hashes(self) -> Mapping[str, str]:
+        text = self._free_text.get(HASHES, "{}")
+        try:
+            hashes = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise StoreError(f"{self._path}: expected hashes of tensors, got {error}") from error
+        if not isinstance(hashes, dict) or (hashes and hashes.keys() != self._names.keys()):
+            raise StoreError(f"{self._path}: expected hashes of its tensors, got those of others")
+        return hashes
 
     @property
     def header(self) -> dict[str, str]:
-        """The file's free text."""
-        return dict(self._file.metadata() or {})
+        """The file's free text, without the hashes."""
+        return {key: text for key, text in self._free_text.items() if key != HASHES}
 
     def spec(self, name: str) -> TensorSpec:
         """Shape and dtype out of the header."""
@@ -55,11 +59,14 @@ class LazyTensors(Mapping[str, np.ndarray]):
         return TensorSpec(tuple(piece.get_shape()), np.dtype(_DTYPES[code]))
 
     def __getitem__(self, name: str) -> np.ndarray:
-        self.spec(name)  # names the tensor where its dtype is unknown here
+        spec = self.spec(name)  # names the tensor where its dtype is unknown here
         try:
-            return self._file.get_tensor(name)
+            array = self._file.get_tensor(name) if self._places is None else self._places.array(name, spec)
         except safetensors.SafetensorError as error:
             raise StoreError(f"{self._path}: expected to read {name!r}, got {error}") from error
+        if name in self._hashes and hashlib.sha256(as_memory(array)).hexdigest() != self._hashes[name]:
+            raise StoreError(f"{self._path}: expected {name!r} as it was written, got other bytes")
+        return array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -68,9 +75,27 @@ class LazyTensors(Mapping[str, np.ndarray]):
         return len(self._names)
 
 
-def read_safetensors(path: Path) -> Checkpoint:
+class _Places:
+    """Where tensors stand in a file that safetensors has found whole."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            self._header = json.loads(file.read(length))
+        self._data = np.memmap(path, np.uint8, "r", offset=8 + length) if path.stat().st_size > 8 + length else None
+
+    def array(self, name: str, spec: TensorSpec) -> np.ndarray:
+        start, end = self._header[name]["data_offsets"]
+        if self._data is None or start == end:
+            return np.zeros(spec.shape, spec.dtype)
+        data = self._data[start:end].view(np.ndarray)
+        aligned = data if start % spec.dtype.itemsize == 0 else data.copy()
+        return aligned.view(spec.dtype).reshape(spec.shape)
+
+
+def read_safetensors(path: Path, *, mapped: bool = False) -> Checkpoint:
     """The file's tensors, lazily. A metadata entry whose key is no tensor and whose text is one's name is an alias."""
-    tensors = LazyTensors(path)
+    tensors = LazyTensors(path, mapped=mapped)
     header = tensors.header
     aliases = {key: text for key, text in header.items() if text in tensors and key not in tensors}
     metadata = {key: text for key, text in header.items() if key not in aliases}
@@ -78,16 +103,15 @@ def read_safetensors(path: Path) -> Checkpoint:
 
 
 def write_safetensors(path: Path, checkpoint: Checkpoint) -> None:
-    """Writes `path`. Raises StoreError on a dtype the format lacks, or metadata that would read as an alias."""
+    """Writes `path`, one tensor after the other. Raises StoreError on a dtype the format lacks, or metadata that would
+    read as an alias."""
     for key, text in checkpoint.metadata.items():
         if text in checkpoint.tensors and key not in checkpoint.tensors:
             raise StoreError(f"{path}: expected free text in metadata {key!r}, got {text!r}, the name of a tensor")
         if key in checkpoint.aliases:
             raise StoreError(f"{path}: expected metadata beside aliases, got {key!r}, which is an alias")
-    # The library writes the memory from the first element on: what is not contiguous would be scrambled.
-    arrays = {name: native(array) for name, array in checkpoint.tensors.items()}
-    for name, array in arrays.items():
-        if array.dtype.name not in _DTYPES.values():
-            raise StoreError(f"{path}: expected {name!r} of a safetensors dtype, got {array.dtype}")
-    header = {**checkpoint.metadata, **checkpoint.aliases}
-    safetensors.numpy.save_file(arrays, str(path), metadata=header or None)
+        if key == HASHES:
+            raise StoreError(f"{path}: expected metadata without {HASHES!r}, which has its own place, got it")
+    with SafetensorsStream(path, checkpoint.tensors, {**checkpoint.metadata, **checkpoint.aliases}) as stream:
+        for name in checkpoint.tensors:
+            stream.add(name, checkpoint.tensors[name])

@@ -3,7 +3,7 @@
 import pickle
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,13 @@ def read_torch(path: Path) -> Checkpoint:
 
     Tensors that share storage, offset, shape and strides are one tensor: the first name counts, others are aliases.
     """
+    state, metadata = _unwrap(path, load_plain(path))
+    return checkpoint_of(path, state, metadata)
+
+
+def checkpoint_of(path: Path, state: Mapping[Any, Any], metadata: Mapping[str, str]) -> Checkpoint:
+    """A state dict as `read_torch` gives it. Raises StoreError that names what is no dense tensor."""
     torch = _import_torch(path)
-    loaded = _load(torch, path)
-    state, metadata = _unwrap(path, loaded)
     tensors: dict[str, np.ndarray] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -72,9 +76,15 @@ def _import_torch(path: Path) -> types.ModuleType:
     return torch
 
 
-def _load(torch: types.ModuleType, path: Path) -> Any:
+def load_plain(path: Path, *, plain_classes: Sequence[type] = ()) -> Any:
+    """What `torch.save` has written, of tensors and plain Python alone; no code of it is run, nor of other classes.
+
+    Raises StoreError that names the class, or says that the file is damaged.
+    """
+    torch = _import_torch(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(list(plain_classes)):
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL ([\w.]+)", str(error))
         if refused is None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flax_transformer import Transformer, TransformerConfig
-from flax_transformer.parameters import abstract_model, parameter_shapes, with_parameters
+from flax_transformer.parameters import abstract_model, fixed_shapes, parameter_shapes, with_parameters
 
 
 @pytest.fixture
@@ -26,7 +26,8 @@ def build() -> Callable[..., Transformer]:
             scale = name.endswith("scale") + rng.normal(size=like.shape) * (0.3 if like.ndim == 1 else 30**-0.5)
             return jnp.asarray(scale, like.dtype)
 
-        values = {name: draw(name, like) for name, like in sorted(parameter_shapes(config).items())}
+        shapes = parameter_shapes(config) | fixed_shapes(config)
+        values = {name: draw(name, like) for name, like in sorted(shapes.items())}
         return with_parameters(abstract_model(config), values)
 
     return build

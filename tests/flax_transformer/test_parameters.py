@@ -6,6 +6,7 @@ import pytest
 from flax_transformer import TransformerConfig
 from flax_transformer.parameters import (
     abstract_model,
+    fixed_shapes,
     initial_parameters,
     parameter_shapes,
     parameters,
@@ -55,6 +56,18 @@ def test_inventory_by_choice():
     }
     without_bias = shapes(use_bias=False, tie_embeddings="none")
     assert {name for name in without_bias if name.endswith("bias")} == set()
+    assert shapes(output_bias="trained").items() - tied.items() == {("output_bias", (67,))}
+    assert shapes(final_norm="always").keys() == shapes(norm_order="pre").keys()
+    assert shapes(final_norm="never", norm_order="pre") == tied
+
+
+def test_what_is_fixed_is_no_parameter():
+    """P26."""
+    config = TransformerConfig.tiny(positions="fixed", position_offset=2, output_bias="fixed", tie_embeddings="none")
+    assert shapes(positions="fixed", output_bias="fixed") == shapes()
+    fixed = {name: array.shape for name, array in fixed_shapes(config).items()}
+    assert fixed == {"src_positions.table": (35, 30), "tgt_positions.table": (35, 30), "output_bias": (67,)}
+    assert "output_projection.bias" not in parameter_shapes(config)
 
 
 @pytest.mark.parametrize(("preset", "millions"), [("base", 63.1), ("big", 214.2)])

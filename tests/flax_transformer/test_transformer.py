@@ -9,7 +9,13 @@ import pytest
 from flax_transformer import NO_DROPOUT, DropoutKey, DropoutMasks, Transformer, TransformerConfig
 from flax_transformer.attention import MultiHeadAttention
 from flax_transformer.masks import AttentionMask
-from flax_transformer.parameters import abstract_model, parameter_shapes, parameters, with_parameters
+from flax_transformer.parameters import (
+    abstract_model,
+    fixed_arrays,
+    parameter_shapes,
+    parameters,
+    with_parameters,
+)
 
 ALL_DROPOUT = {"dropout": 0.2, "attention_dropout": 0.3, "activation_dropout": 0.4}
 
@@ -21,7 +27,7 @@ def compiled(config):
 
 
 def logits(model, src, tgt, dropout=NO_DROPOUT):
-    return np.asarray(compiled(model.config)(parameters(model), src, tgt, dropout))
+    return np.asarray(compiled(model.config)(parameters(model) | fixed_arrays(model), src, tgt, dropout))
 
 
 def values_and_gradients(model, src, tgt, dropout=NO_DROPOUT):
@@ -61,18 +67,31 @@ class Recorder:
         raise NotImplementedError
 
 
+def normed(config, x):
+    centred = x - x.mean(axis=-1, keepdims=True)
+    if config.norm_formula == "variance":
+        return centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + config.norm_eps)
+    return centred / (x.std(axis=-1, ddof=1, keepdims=True) + config.norm_eps)
+
+
+def of_tokens(config, positions, real):
+    """A row's positions, or those of its real tokens."""
+    if not config.positions_skip_padding:
+        return positions
+    rows = real.astype(int)
+    return np.array([[positions[sum(row[:i])] * row[i] for i in range(len(row))] for row in rows])
+
+
 def by_hand(model, src, tgt):
     """The paper's post-norm or the pre-norm model in numpy, straight down the page."""
     config = model.config
-    p = {name: np.asarray(value) for name, value in parameters(model).items()}
+    p = {name: np.asarray(value) for name, value in (parameters(model) | fixed_arrays(model)).items()}
 
     def affine(name, x):
         return x @ p[f"{name}.kernel"] + p.get(f"{name}.bias", 0)
 
     def norm(name, x):
-        centred = x - x.mean(axis=-1, keepdims=True)
-        scaled = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + config.norm_eps)
-        return scaled * p[f"{name}.scale"] + p.get(f"{name}.bias", 0)
+        return normed(config, x) * p[f"{name}.scale"] + p.get(f"{name}.bias", 0)
 
     def attention(name, x, memory, allowed):
         query, key, value = (
@@ -90,26 +109,32 @@ def by_hand(model, src, tgt):
     def feed_forward(name, x):
         return affine(f"{name}.linear2", np.maximum(affine(f"{name}.linear1", x), 0))
 
-    def embed(side, ids):
-        table = np.asarray(getattr(model, f"{side}_positions")(ids.shape[1]))
-        return p[f"{side}_embedding.weight"][ids] * math.sqrt(config.d_model) + table
+    tables = {side: p.get(f"{side}_embedding.weight", p["src_embedding.weight"]) for side in ("src", "tgt")}
+
+    def embed(side, ids, real):
+        positions = np.asarray(getattr(model, f"{side}_positions")(ids.shape[1]))
+        scale = math.sqrt(config.d_model) if config.embedding_scale else 1
+        return scale * tables[side][ids] + of_tokens(config, positions, real[:, 0, 0])
 
     src_real, tgt_real = (ids[:, None, None, :] != config.pad_id for ids in (src, tgt))
+    if config.bos_id == config.pad_id:
+        tgt_real[..., 0] = True
     past = np.tril(np.ones((tgt.shape[1], tgt.shape[1]), bool))
-    x = embed("src", src)
+    x = embed("src", src, src_real)
     for i in range(config.num_encoder_layers):
         name = f"encoder.layers.{i}"
         x = sublayer(f"{name}.norm1", x, lambda y, n=name: attention(f"{n}.self_attn", y, y, src_real))
         x = sublayer(f"{name}.norm2", x, lambda y, n=name: feed_forward(f"{n}.feed_forward", y))
-    memory = norm("encoder.final_norm", x) if config.norm_order == "pre" else x
-    x = embed("tgt", tgt)
+    memory = norm("encoder.final_norm", x) if "encoder.final_norm.scale" in p else x
+    x = embed("tgt", tgt, tgt_real)
     for i in range(config.num_decoder_layers):
         name = f"decoder.layers.{i}"
         x = sublayer(f"{name}.norm1", x, lambda y, n=name: attention(f"{n}.self_attn", y, y, tgt_real & past))
         x = sublayer(f"{name}.norm2", x, lambda y, n=name: attention(f"{n}.cross_attn", y, memory, src_real))
         x = sublayer(f"{name}.norm3", x, lambda y, n=name: feed_forward(f"{n}.feed_forward", y))
-    x = norm("decoder.final_norm", x) if config.norm_order == "pre" else x
-    return affine("output_projection", x) if config.tie_embeddings == "none" else x @ p["tgt_embedding.weight"].T
+    x = norm("decoder.final_norm", x) if "decoder.final_norm.scale" in p else x
+    logits = affine("output_projection", x) if config.tie_embeddings == "none" else x @ tables["tgt"].T
+    return logits + p.get("output_bias", 0)
 
 
 @pytest.mark.usefixtures("x64")
@@ -119,12 +144,21 @@ def by_hand(model, src, tgt):
         {"num_encoder_layers": 2, "num_decoder_layers": 3},
         {"norm_order": "pre", "tie_embeddings": "none"},
         {"use_bias": False, "tie_embeddings": "none"},
+        {"final_norm": "always", "norm_formula": "unbiased_deviation", "norm_eps": 1e-2},
+        {"final_norm": "never", "norm_order": "pre", "embedding_scale": False, "positions_skip_padding": True},
+        {"bos_id": 0, "output_bias": "trained", "tie_embeddings": "all", "src_vocab_size": 67},
+        {"output_bias": "trained", "use_bias": False, "tie_embeddings": "none"},
+        {"positions": "fixed", "positions_skip_padding": True, "output_bias": "fixed"},
     ],
 )
 def test_model_equals_the_paper_written_down_the_page(build, ids, changes):
     """P13, P14."""
     model = build(activation="relu", **changes)
     src, tgt = (x[:3] for x in ids)  # rows with at least one key
+    if changes.get("positions_skip_padding"):
+        src = src[:, ::-1]  # padding on the left
+    if "bos_id" in changes:
+        tgt = np.concatenate([np.zeros_like(tgt[:, :1]), tgt], axis=1)
     np.testing.assert_allclose(logits(model, src, tgt), by_hand(model, src, tgt), rtol=0, atol=1e-11)
 
 
@@ -307,7 +341,7 @@ def test_ids_outside_the_vocabulary(build, ids, side, value, message):
 
 def test_sequences_beyond_a_learned_table(build, ids):
     model = build(positions="learned", max_len=6)
-    with pytest.raises(ValueError, match="at most 6 positions, the learned table's, got a sequence of 7"):
+    with pytest.raises(ValueError, match="at most 6 positions, the table's, got a sequence of 7"):
         model(*map(jnp.asarray, ids))
 
 

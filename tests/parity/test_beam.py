@@ -30,6 +30,12 @@ SEARCHES = {
     "GNMT": BeamConfig(beam_size=4, num_hypotheses=4, length_penalty="gnmt", alpha=1.0, max_len=8),
     "lengths": BeamConfig(beam_size=2, num_hypotheses=2, min_len=3, max_len=14, max_len_ratio=0.4),
     "lengths that grow": BeamConfig(beam_size=2, num_hypotheses=2, max_len=3, max_len_growth=1.7, alpha=0.0),
+    "what is never chosen": BeamConfig(beam_size=3, num_hypotheses=2, never=(0, 5, 9, 66), max_len=9),
+    "a first piece": BeamConfig(beam_size=3, num_hypotheses=3, first_id=7, max_len=9),
+    "a forced end": BeamConfig(beam_size=3, num_hypotheses=3, forced_end=True, max_len=4),
+    "all that is forced": BeamConfig(
+        beam_size=3, num_hypotheses=3, stopping="transformers", first_id=1, forced_end=True, max_len=4
+    ),
     "lengths by the source": BeamConfig(beam_size=2, num_hypotheses=2, min_len_ratio=0.9, max_len=12, alpha=2.0),
 }
 

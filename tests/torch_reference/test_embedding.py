@@ -61,7 +61,7 @@ def test_learned_positions():
     module = positions(positions="learned", position_offset=2)
     assert module.table.shape == (35, 30)
     assert torch.equal(module(5), module.table[2:7])
-    with pytest.raises(ValueError, match="at most 33 positions, the learned table's, got a sequence of 34"):
+    with pytest.raises(ValueError, match="at most 33 positions, the table's, got a sequence of 34"):
         module(34)
 
 

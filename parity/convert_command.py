@@ -1,0 +1,190 @@
+"""`python -m parity convert`, `inspect` and `formats`."""
+
+import contextlib
+import dataclasses
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from parity.usage import UsageError
+from transformer_config import TransformerConfig
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Only light modules above: `--help` must not wait for jax and torch.
+
+Settings = Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="FIELD=VALUE ...")]
+
+
+def convert(
+    src: tyro.conf.Positional[Path],
+    dst: tyro.conf.Positional[Path],
+    *,
+    target_format: Annotated[str, tyro.conf.arg(name="to", metavar="FORMAT")],
+    source_format: Annotated[str | None, tyro.conf.arg(name="from", metavar="FORMAT")] = None,
+    settings: Settings = (),
+    verify: bool = True,
+    overwrite: bool = False,
+    max_shard_bytes: int = 5_000_000_000,
+    workers: int | None = None,
+) -> int:
+    """Carry a model's weights into another format, and prove that it computes the same there.
+
+    Args:
+        src: A folder as transformers writes it, .pt, .safetensors, an Orbax folder, or a training run.
+        dst: A new folder or file. Of our own and of tutorials' layouts the suffix says how it is stored.
+        target_format: One of `python -m parity formats`.
+        source_format: Found out by itself, where names say it.
+        settings: Fields of our config that a file without a config does not say, such as `--set num_heads=8`.
+        verify: Compare the logits of both sides, and of their own classes where these are installed.
+        overwrite: Replace what is there.
+        max_shard_bytes: Of a folder: more than so many bytes become several files.
+        workers: Files written side by side; one a core by default.
+    """
+    from rich.console import Console
+
+    from parity import convert as conversion
+    from parity.weights.formats import FORMATS
+
+    for option, name in (("--from", source_format), ("--to", target_format)):
+        if name is not None and name not in FORMATS:
+            raise UsageError(f"{option}: expected one of {', '.join(FORMATS)}, got {name!r}")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    from parity.twins_proof import prove, sinusoids
+
+    with _progress(console) as progress:
+        done = conversion.convert(
+            src,
+            dst,
+            source_format=source_format,
+            target_format=target_format,
+            settings=fields_of(settings),
+            sinusoids=sinusoids,
+            prove=prove if verify else None,
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            workers=workers,
+            progress=progress,
+        )
+    _tell(console, src, dst, done)
+    return 0
+
+
+def _tell(console: "Console", src: Path, dst: Path, done: Any) -> None:
+    read, written = done.read, done.written
+    say = _say(console)
+    say(f"{src} ({read.format_.name}) -> {dst} ({written.format_.name})")
+    say(f"{written.tensors:,} tensors, {written.nbytes:,} bytes")
+    for name, reason in read.ignored.items():
+        say(f"ignored {name}: {reason}")
+    for name, reason in written.changed.items():
+        say(f"{name} is otherwise there: {reason}")
+    if done.proof is None:
+        say("Not verified.")
+        return
+    for link in done.proof.links:
+        say(f"equal: {link}")
+    for note in done.proof.notes:
+        say(f"note: {note}")
+
+
+def inspect(
+    path: tyro.conf.Positional[Path],
+    *,
+    source_format: Annotated[str | None, tyro.conf.arg(name="from", metavar="FORMAT")] = None,
+    settings: Settings = (),
+) -> int:
+    """Show what a file or folder of weights holds: format, config, tensors with shapes, dtypes and sizes.
+
+    Args:
+        path: As `convert` takes it.
+        source_format: Found out by itself, where names say it.
+        settings: Fields of our config that the file does not say.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from parity.weights.models import read_model
+    from parity.weights.problems import spec_of
+
+    model = read_model(path, source_format, fields_of(settings))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    say = _say(console)
+    say(f"{path}: {model.format_.name}, {model.format_.title}")
+    changed = {name: value for name, value in model.config.to_dict().items() if value != _DEFAULTS[name]}
+    say("config, where it is not the paper's: " + ", ".join(f"{name}={value}" for name, value in changed.items()))
+    if model.search is not None:
+        say(f"decoded with {model.search}")
+    for name, reason in model.ignored.items():
+        say(f"ignored {name}: {reason}")
+    table = Table("tensor", "shape", "dtype", "bytes", box=None, pad_edge=False)
+    total = 0
+    for name in model.stored:
+        spec = spec_of(model.stored, name)
+        nbytes = spec.dtype.itemsize
+        for size in spec.shape:
+            nbytes *= size
+        total += nbytes
+        table.add_row(name, "x".join(map(str, spec.shape)), str(spec.dtype), f"{nbytes:,}")
+    console.print(table)
+    say(f"{len(model.stored):,} tensors, {total:,} bytes")
+    return 0
+
+
+_DEFAULTS = TransformerConfig().to_dict()
+
+
+def formats() -> int:
+    """List the formats that can be read and written."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from parity.weights.formats import FORMATS
+
+    table = Table("format", "read", "written", "whose", box=None, pad_edge=False)
+    for name, format_ in FORMATS.items():
+        table.add_row(name, "yes", "yes" if format_.can_be_written else "no", format_.title)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    return 0
+
+
+def fields_of(assignments: Sequence[str]) -> dict[str, Any]:
+    """`name=value` each; a value is read as JSON where it is JSON, and as text where it is not."""
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    fields: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or name not in known:
+            raise UsageError(f"expected FIELD=VALUE with a field of TransformerConfig, got {assignment!r}")
+        try:
+            fields[name] = json.loads(text.replace("None", "null").replace("True", "true").replace("False", "false"))
+        except json.JSONDecodeError:
+            fields[name] = text
+    return fields
+
+
+def _say(console: "Console") -> Callable[[str], None]:
+    return lambda text: console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+@contextlib.contextmanager
+def _progress(console: "Console") -> Iterator[Callable[[str, int], None]]:
+    """How much is written; nothing where no terminal shows it."""
+    from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), DownloadColumn(), TransferSpeedColumn())
+    lock = threading.Lock()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("converting", total=None)
+
+        def tell(name: str, nbytes: int) -> None:
+            with lock:
+                bar.update(task, advance=nbytes, description=name)
+
+        yield tell

@@ -1,0 +1,73 @@
+"""fairseq's checkpoints: weights beside the arguments they were trained with."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parity.weights.checkpoint import StoreError
+from parity.weights.foreign import Model
+from parity.weights.formats import FORMATS, FieldError, Fields
+from parity.weights.formats import fairseq as layout
+from parity.weights.lazy import Converted, Joined, Overlay
+from parity.weights.mapping import Rule, WeightMapping
+from parity.weights.problems import MappingError
+from parity.weights.rules import Split
+from parity.weights.store_torch import checkpoint_of, load_plain
+
+_OLD_ATTENTION = [
+    Rule(f"{{path*}}.in_proj_{kind}", f"{{path*}}.{{q,k,v}}_proj.{kind}", (Split(3),)) for kind in ("weight", "bias")
+]
+"""Of files from before 2020: the projections of queries, keys and values in one matrix."""
+
+
+def is_fairseq(path: Path) -> bool:
+    """Whether a file of torch is such a checkpoint."""
+    return _is_checkpoint(load_plain(path, plain_classes=(argparse.Namespace,)))
+
+
+def _is_checkpoint(loaded: Any) -> bool:
+    return isinstance(loaded, Mapping) and "model" in loaded and bool({"args", "cfg"} & loaded.keys())
+
+
+def read_fairseq(path: Path) -> Model:
+    """The model of a checkpoint. Raises StoreError, FieldError or MappingError that names the file."""
+    loaded = load_plain(path, plain_classes=(argparse.Namespace,))
+    if not _is_checkpoint(loaded) or not isinstance(loaded["model"], Mapping):
+        raise StoreError(f"{path}: expected a checkpoint of fairseq, with args (or cfg) and model, got other entries")
+    checkpoint = checkpoint_of(path, loaded["model"], {})
+    stored = _todays_names(checkpoint.with_aliases())
+    values = dict(_arguments(path, loaded))
+    for side, stack in (("src", "encoder"), ("tgt", "decoder")):
+        name = f"{stack}.embed_tokens.weight"
+        if name not in stored:
+            raise MappingError([f"{path}: missing {name!r}"])
+        values[f"{side}_vocab_size"] = stored[name].shape[0]
+    format_ = FORMATS["fairseq"]
+    fields = Fields(values, file=str(path), defaults=layout.DEFAULTS)
+    config = format_.read(fields)
+    try:
+        weights = Converted(format_.mapping(config), Joined(stored, format_.computed(config)))
+    except MappingError as error:
+        raise MappingError([f"{path}: {problem}" for problem in error.problems]) from error
+    return Model(format_=format_, config=config, weights=weights, stored=stored, ignored=fields.ignored)
+
+
+def _arguments(path: Path, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of old checkpoints `args`, of newer ones `cfg.model`."""
+    given = loaded.get("args")
+    if given is None and isinstance(loaded.get("cfg"), Mapping):
+        given = loaded["cfg"].get("model")
+    if isinstance(given, argparse.Namespace):
+        given = vars(given)
+    if not isinstance(given, Mapping):
+        raise FieldError(f"{path}: expected the arguments of the model in args or cfg, found none")
+    return given
+
+
+def _todays_names(tensors: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    fused = {name: array for name, array in tensors.items() if name.rpartition(".")[2].startswith("in_proj_")}
+    separate = WeightMapping(_OLD_ATTENTION).apply(fused)
+    return Overlay(tensors, without={*layout.UNUSED, *fused}, more=separate)
