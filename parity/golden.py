@@ -90,7 +90,11 @@ class Golden:
         if checksums.keys() != set(self._tensors):
             raise GoldenError(f"{self.path}: expected the tensors it was recorded with, got others")
         for name, checksum in checksums.items():
-            if crc(self._tensors[name]) != checksum:
+            try:
+                same = crc(self._tensors[name]) == checksum
+            except StoreError:  # it has a checksum of its own
+                same = False
+            if not same:
                 raise GoldenError(f"{self.path}: expected {name!r} as it was recorded, got other bytes")
 
     @property

@@ -1,6 +1,6 @@
 """What a training step changes: step count, parameters, optimizer state."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ class TrainState(NamedTuple):
         """What is evaluated: the moving average if there is one; and what is not trained."""
         return self.with_fixed(self.params if self.ema is None else self.ema)
 
-    def with_fixed(self, params: dict[str, Array]) -> dict[str, Array]:
+    def with_fixed(self, params: dict[str, Any]) -> dict[str, Any]:
         """All that the model is made of: parameters, and what is not trained."""
         return params if self.fixed is None else params | self.fixed
 

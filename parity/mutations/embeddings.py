@@ -1,6 +1,5 @@
 """Faults of embeddings, positions and the projection to logits."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -113,15 +112,15 @@ def _in_projection(place: str) -> tuple[str, ...]:
 
 
 KINDS: tuple[Kind, ...] = (
-    _embedded("embedding not scaled", "no √d_model", _read(lambda m: 1 / math.sqrt(m.d_model)), cases=("P14",)),
-    _embedded("embedding scaled by d_model", "not by its root", _read(lambda m: math.sqrt(m.d_model))),
+    _embedded("embedding not scaled", "no √d_model", _read(lambda m: 1 / m.scale), cases=("P14",)),
+    _embedded("embedding scaled by d_model", "not by its root", _read(lambda m: m.scale)),
     _embedded("embedding off by one", "the row before", _other_ids),
     _embedded("no vector for padding", "padding reads 0, not its row", _no_vector_for_padding, cases=("P20",)),
     in_method(
         "logits scaled by √d_model",
         "the embedding's scale in the projection too",
         _of_projection,
-        lambda original: lambda self, x: original(self, x) * math.sqrt(self.d_model),
+        lambda original: lambda self, x: original(self, x) * self.scale,
         method="logits",
         shows=_in_projection,
     ),

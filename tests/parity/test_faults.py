@@ -37,7 +37,7 @@ FAULTS = {
         "return key_positions[..., None, :] > query_positions",
         "decoder.layers.0.self_attn",
     ),
-    "embedding not scaled": Fault("embedding.py", " * math.sqrt(self.d_model)", "", "src_embedding"),
+    "embedding not scaled": Fault("embedding.py", " * self.scale", "", "src_embedding"),
     "q and k swapped in one layer": Fault(
         "transformer.py",
         "        for i, layer in enumerate(self.layers):\n            x, layer_weights = run(layer, x, mask,",
