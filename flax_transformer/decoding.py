@@ -18,6 +18,7 @@ from flax_transformer.beam import BeamSearch
 from flax_transformer.hypotheses import Hypotheses, LengthLimits, length_limits
 from flax_transformer.layers import LayerCache
 from flax_transformer.masks import padding_mask
+from flax_transformer.parameters import without_recomputing
 from flax_transformer.sampling import Sampling
 from flax_transformer.transformer import Transformer
 from transformer_config import BeamConfig, LengthConfig, SamplingConfig
@@ -112,6 +113,7 @@ def decode(
     hypothesis. The result of a sentence does not depend on its neighbours, nor on `slots`, but for rounding (D3).
     Raises ValueError for a `max_len` beyond a learned position table, for less than one slot and for no room.
     """
+    model = without_recomputing(model)
     batch = src.shape[0]
     slots = batch if slots is None else min(slots, batch)
     if slots < 1:

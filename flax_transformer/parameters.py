@@ -58,6 +58,14 @@ def with_parameters(model: Transformer, values: Mapping[str, Array]) -> Transfor
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
+def without_recomputing(model: Transformer) -> Transformer:
+    """The same model with nothing recomputed in a backward pass: recomputing does not work inside a loop of jax's."""
+    if not model.config.gradient_checkpointing:
+        return model
+    plain = abstract_model(model.config.replace(gradient_checkpointing=False))
+    return with_parameters(plain, parameters(model) | fixed_arrays(model))
+
+
 def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array]:
     """Freshly drawn parameters: Xavier for projections, N(0, 1/√d_model) for embeddings, zero biases."""
     return jax.jit(lambda key: parameters(Transformer(config, rngs=nnx.Rngs(params=key))))(key)

@@ -73,6 +73,7 @@ def ending(build):
         {"eos_id": 45, "norm_order": "pre", "window": 2},
         {"eos_id": 55, "attention": "blockwise", "positions": "learned", "position_offset": 2},
         {"eos_id": 66, "bos_id": 0, "positions_skip_padding": True, "final_norm": "always"},
+        {"eos_id": 66, "gradient_checkpointing": True},
     ],
 )
 def test_cached_equals_uncached(ending, changes):
