@@ -20,6 +20,21 @@ ACTIVATIONS = {
 }
 """Names of `transformers` to ours."""
 
+DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 1024,
+    "encoder_layers": 12,
+    "encoder_ffn_dim": 4096,
+    "encoder_attention_heads": 16,
+    "decoder_layers": 12,
+    "decoder_ffn_dim": 4096,
+    "decoder_attention_heads": 16,
+    "is_encoder_decoder": True,
+    "d_model": 1024,
+    "dropout": 0.1,
+    "activation_dropout": 0.0,
+}
+"""What the config classes of `transformers` have alike for fields that a file leaves out."""
+
 _SUBLAYERS = {
     "encoder": {
         "self_attn.{q,k,v,out}_proj": "self_attn.{q,k,v,out}_proj",

@@ -13,22 +13,12 @@ from parity.weights.mapping import Rule, WeightMapping
 from transformer_config import TransformerConfig
 
 DEFAULTS: dict[str, Any] = {
+    **fairseq_layers.DEFAULTS,
     "vocab_size": 128112,
-    "max_position_embeddings": 1024,
-    "encoder_layers": 12,
-    "encoder_ffn_dim": 4096,
-    "encoder_attention_heads": 16,
-    "decoder_layers": 12,
-    "decoder_ffn_dim": 4096,
-    "decoder_attention_heads": 16,
     "encoder_layerdrop": 0.05,
     "decoder_layerdrop": 0.05,
-    "is_encoder_decoder": True,
     "activation_function": "relu",
-    "d_model": 1024,
-    "dropout": 0.1,
     "attention_dropout": 0.1,
-    "activation_dropout": 0.0,
     "decoder_start_token_id": 2,
     "scale_embedding": True,
     "pad_token_id": 1,
