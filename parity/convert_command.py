@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Only light modules above: `--help` must not wait for jax and torch.
 
+_DEFAULTS = TransformerConfig().to_dict()
+
 Settings = Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="FIELD=VALUE ...")]
 
 
@@ -135,9 +137,6 @@ def inspect(
     console.print(table)
     say(f"{len(model.stored):,} tensors, {total:,} bytes")
     return 0
-
-
-_DEFAULTS = TransformerConfig().to_dict()
 
 
 def formats() -> int:

@@ -7,7 +7,6 @@ import torch
 
 import torch_reference
 from flax_transformer import NO_DROPOUT
-from flax_transformer.parameters import abstract_model, parameters, with_parameters
 from parity import twins
 from parity.twins_reference import training_options
 from parity.weights.optimizer_state import AdamState, from_optax, from_torch, to_optax, to_torch
@@ -73,7 +72,6 @@ def of_flax():
 
 def new_flax(weights):
     params = {name: jax.numpy.asarray(array) for name, array in MAPPING.apply(weights).items()}
-    parameters(with_parameters(abstract_model(CONFIG), params))
     return TrainState(
         step=jax.numpy.zeros((), "int32"),
         params=params,

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from parity.twins_proof import sinusoids
 from parity.weights.checkpoint import StoreError
 from parity.weights.fairseq_files import read_fairseq
 from parity.weights.formats import FieldError
+from parity.weights.models import detect, read_model, write_model
+from parity.weights.rules import bits_equal
 from tests.parity.formats.foreign import batch, random_model, their_logits
 from tests.parity.formats.test_transformers import assert_near, reference
 
@@ -80,6 +83,19 @@ def test_logits(seed, old, new_config, tmp_path):
     real = tgt != config.pad_id
     ours = module(torch.from_numpy(src), torch.from_numpy(tgt_in)).detach().numpy()
     assert_near(ours[real], their_logits(model, src, tgt_in).detach().numpy()[real], what="logits")
+
+
+def test_it_is_known_by_itself_and_carried_on(tmp_path):
+    model = random_model("fsmt", 0).float()
+    torch.save({"args": arguments(model.config), "model": state_of(model, old=True)}, tmp_path / "m.pt")
+    assert detect(tmp_path / "m.pt") == "fairseq"
+    read = read_model(tmp_path / "m.pt")
+    write_model(read, tmp_path / "a.safetensors", "flax", source=tmp_path / "m.pt", sinusoids=sinusoids)
+    again = read_model(tmp_path / "a.safetensors")
+    assert again.config == read.config
+    assert all(bits_equal(again.weights[name], read.weights[name]) for name in again.weights)
+    with pytest.raises(FieldError, match="fairseq: expected a format that can be written"):
+        write_model(again, tmp_path / "b.pt", "fairseq", source=tmp_path / "a.safetensors", sinusoids=sinusoids)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,18 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
 
+import torch_reference
+from parity.twins import random_weights
 from parity.weights.formats import FORMATS, FieldError
-from parity.weights.models import detect, read_model, write_model
+from parity.weights.models import CONFIG, detect, read_model, write_model
 from parity.weights.rules import bits_equal
 from parity.weights.sharded import Beside
-from tests.parity.formats.foreign import CLASSES, batch, random_model, their_logits
+from parity.weights.store import Checkpoint, write_tensors
+from tests.parity.formats.foreign import CLASSES, batch, fields_of, random_model, their_logits
 from torch_reference.embedding import Positions
 from transformer_config import TransformerConfig
 
@@ -39,16 +41,10 @@ def loaded(folder):
 
 
 def same_logits(first, second):
-    config = FORMATS[first.config.model_type]
-    src, tgt_in, _ = batch(read_config(first, config), 0)
+    config = FORMATS[first.config.model_type].read(fields_of(first))
+    src, tgt_in, _ = batch(config, 0)
     with torch.no_grad():
         return torch.equal(their_logits(first, src, tgt_in), their_logits(second, src, tgt_in))
-
-
-def read_config(model, format_):
-    from tests.parity.formats.foreign import fields_of
-
-    return format_.read(fields_of(model))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -102,10 +98,6 @@ OURS = {
 
 def our_model(path, **changes):
     """Of our own reference, in a file."""
-    from parity.twins import random_weights
-    from parity.weights.models import CONFIG
-    from parity.weights.store import Checkpoint, write_tensors
-
     config = TransformerConfig.tiny(**changes)
     metadata = {CONFIG: json.dumps(config.to_dict())}
     write_tensors(path, Checkpoint(tensors=random_weights(config, seed=1), metadata=metadata))
@@ -116,8 +108,6 @@ def our_model(path, **changes):
 @pytest.mark.parametrize("kind", OURS)
 def test_our_own_model_in_a_foreign_class(kind, tmp_path):
     """Sinusoids that we compute become a table there."""
-    import torch_reference
-
     config = our_model(tmp_path / "a.safetensors", **OURS[kind])
     written = carry(tmp_path / "a.safetensors", tmp_path / "b", kind)
     assert "positions" in written.changed
@@ -152,10 +142,3 @@ def test_what_a_format_cannot_say_is_refused(kind, changes, message, tmp_path):
     with pytest.raises(FieldError, match=message):
         carry(tmp_path / "a.safetensors", tmp_path / "b", kind)
     assert [child.name for child in tmp_path.iterdir()] == ["a.safetensors"]
-
-
-def test_the_class_finds_its_own_weights(saved):
-    model, source = saved
-    weights = read_model(source).weights
-    assert {name: array.shape for name, array in weights.items() if array.dtype != np.float32} == {}
-    del model
