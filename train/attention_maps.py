@@ -6,7 +6,6 @@ at each position predicts the piece that follows.
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,12 +20,9 @@ from numpy import ndarray
 from flax_transformer.decoding import greedy
 from flax_transformer.parameters import abstract_model, with_parameters
 from flax_transformer.transformer import Transformer
-from train.tokenizer import SPECIAL_PIECES, Tokenizer
 from train.translate import TrainedRun
-from transformer_config import BOS_ID, EOS_ID, LengthConfig
+from transformer_config import LengthConfig
 
-SPACE = "␣"
-"""How a space in a piece is shown."""
 MOST_PIECES = 200
 """Of a sentence or a translation: no map of more can be read, and a page of all its weights would be huge."""
 
@@ -122,26 +118,26 @@ def attention_maps(trained: TrainedRun, sentence: str, *, translation: str | Non
     """
     config = trained.config.model.replace(attention="plain")
     tokenizer, limit = trained.tokenizer, min(config.sequence_limit or MOST_PIECES, MOST_PIECES)
-    src = [*_encoded(tokenizer, sentence, name="sentence"), EOS_ID]
+    (src,) = tokenizer.encode_sources([_text(sentence, name="sentence")])
     _check_length(src, limit, name="sentence")
     model = with_parameters(abstract_model(config), trained.params)
     if translation is None:
         # At most as long as the run translates.
         max_len = min(max(trained.config.evaluation.max_decode_len, 2 * len(src)), limit)
-        written = _greedy(model, src, max_len=max_len)
+        written = _greedy(model, src, LengthConfig(max_len=max_len, **trained.config.search.forced))
     else:
-        written = [*_encoded(tokenizer, translation, name="translation"), EOS_ID]
+        (written,) = tokenizer.encode_targets([_text(translation, name="translation")])
         _check_length(written, limit, name="translation")
-    read = [BOS_ID, *written[:-1]]
+    read = [config.bos_id, *written[:-1]]
     weights = jax.jit(Transformer.attention_weights)(model, jnp.array([src]), jnp.array([read]))
     layers = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
     return AttentionMaps(
         sentence=sentence.strip(),
         translation=tokenizer.decode([written])[0] if translation is None else translation.strip(),
         given=translation is not None,
-        finished=written[-1] == EOS_ID,
-        pieces={"source": readable_pieces(tokenizer, src), "target": readable_pieces(tokenizer, read)},
-        predicted=readable_pieces(tokenizer, written),
+        finished=written[-1] == config.eos_id,
+        pieces={"source": tokenizer.readable(src, "source"), "target": tokenizer.readable(read, "target")},
+        predicted=tokenizer.readable(written, "target"),
         attentions=tuple(
             Attention(kind=kind, layer=layer, weights=np.asarray(weights[kind.name(layer)][0], np.float32))
             for kind in KINDS
@@ -150,41 +146,14 @@ def attention_maps(trained: TrainedRun, sentence: str, *, translation: str | Non
     )
 
 
-def readable_pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, ...]:
-    """Each piece as text in which nothing is invisible: `<bos>`, `␣the`, `ön`, `<0xC3>` for a part of a character."""
-    special = {piece_id: piece for piece, piece_id in SPECIAL_PIECES.items()}
-    vocabulary = {piece_id: piece for piece, piece_id in json.loads(tokenizer.to_json())["model"]["vocab"].items()}
-    return tuple(special.get(i) or _readable(bytes(map(_byte_of_letter().__getitem__, vocabulary[i]))) for i in ids)
-
-
-def _readable(piece: bytes) -> str:
-    shown = []
-    for letter in piece.decode("utf-8", "surrogateescape"):
-        if letter == " ":
-            shown.append(SPACE)
-        elif "\udc80" <= letter <= "\udcff":  # a byte that makes no UTF-8
-            shown.append(f"<0x{ord(letter) - 0xDC00:02X}>")
-        else:
-            shown.append(letter if letter.isprintable() else f"<U+{ord(letter):04X}>")
-    return "".join(shown)
-
-
-@functools.cache
-def _byte_of_letter() -> dict[str, int]:
-    """Byte-level BPE writes every byte as a letter: itself where Latin-1 shows it, else the next from U+0100 on."""
-    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(0x100 + i): byte for i, byte in enumerate(unseen)}
-
-
-def _encoded(tokenizer: Tokenizer, text: str, *, name: str) -> list[int]:
+def _text(text: str, *, name: str) -> str:
     if not text.strip():
         raise ValueError(f"{name}: expected text, got {text!r}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # an argument of the command line that is no UTF-8
         raise ValueError(f"{name}: expected UTF-8, got {text!r}") from error
-    return tokenizer.encode([text.strip()])[0]
+    return text.strip()
 
 
 def _check_length(ids: Sequence[int], limit: int, *, name: str) -> None:
@@ -192,9 +161,9 @@ def _check_length(ids: Sequence[int], limit: int, *, name: str) -> None:
         raise ValueError(f"{name}: expected at most {limit} pieces, the end included, got {len(ids)}")
 
 
-def _greedy(model: Transformer, src: Sequence[int], *, max_len: int) -> list[int]:
+def _greedy(model: Transformer, src: Sequence[int], search: LengthConfig) -> list[int]:
     """The ids themselves: their text may be cut into other pieces than the model wrote."""
-    decode = jax.jit(functools.partial(greedy, config=LengthConfig(max_len=max_len)))
+    decode = jax.jit(functools.partial(greedy, config=search))
     found = decode(model, jnp.array([src]))
     return np.asarray(found.ids)[0, 0, : int(found.lengths[0, 0])].tolist()
 

@@ -15,7 +15,7 @@ from train.buckets import best_shapes, first_fitting
 from train.config import BatchConfig
 from train.rows import source_rows, target_rows
 from train.sentences import EncodedText
-from transformer_config.config import PAD_ID
+from transformer_config import PAD_ID
 
 EXTRA_BUCKETS = 2
 """Shapes, at most, that held-out pairs longer than every training shape may add."""
@@ -58,11 +58,12 @@ class Batch:
     """Where several pairs share a row: which of them each position belongs to, 1 for the first, 0 for padding."""
     tgt_segments: Int32[np.ndarray, "batch tgt_len"] | None = None
     """The same for both arrays of the target."""
+    pad_id: int = PAD_ID
 
     @property
     def num_tokens(self) -> int:
         """Target positions that are no padding: what a summed loss is divided by."""
-        return int(np.count_nonzero(self.tgt_out != PAD_ID))
+        return int(np.count_nonzero(self.tgt_out != self.pad_id))
 
     @property
     def num_positions(self) -> int:
@@ -72,7 +73,7 @@ class Batch:
     @property
     def num_real(self) -> int:
         """Positions of both sides that are no padding."""
-        return int(np.count_nonzero(self.src != PAD_ID)) + self.num_tokens
+        return int(np.count_nonzero(self.src != self.pad_id)) + self.num_tokens
 
     @property
     def shape(self) -> Bucket:
@@ -229,7 +230,7 @@ class BatchPlan(Plan):
         src_shape, tgt_shape = ((stop - start, length) for length in (bucket.src_len, bucket.tgt_len))
         src = source_rows(self.encoded, pairs, at=row * bucket.src_len, shape=src_shape)
         tgt_in, tgt_out = target_rows(self.encoded, pairs, at=row * bucket.tgt_len, shape=tgt_shape)
-        return Batch(src=src, tgt_in=tgt_in, tgt_out=tgt_out)
+        return Batch(src=src, tgt_in=tgt_in, tgt_out=tgt_out, pad_id=self.encoded.pad_id)
 
     @property
     def positions(self) -> int:

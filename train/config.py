@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from transformer_config import BOS_ID, EOS_ID, PAD_ID, TransformerConfig
+from transformer_config.decoding import LengthPenalty, Stopping
 
 T = TypeVar("T")
 
@@ -72,8 +73,10 @@ class CorpusConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Joint byte-level BPE over both languages."""
+    """By default joint byte-level BPE over both languages, learned from the corpus."""
 
+    kind: Literal["bpe", "transformers"] = "bpe"
+    """`transformers`: the one that an imported model came with."""
     vocab_size: int = 8_000
     """Pieces, special ones and the 256 bytes included; fewer if the text has no more merges to learn."""
     split_digits: bool = False
@@ -202,6 +205,32 @@ class EvaluationConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """How translations of this model are looked for, where the command line says nothing else."""
+
+    beam_size: int = 4
+    """1: greedily."""
+    alpha: float = 0.6
+    """Exponent of the penalty for length."""
+    length_penalty: LengthPenalty = "length"
+    stopping: Stopping = "bound"
+    never: tuple[int, ...] | None = None
+    """Ids that are never chosen; None: padding and the start."""
+    first_id: int | None = None
+    """The piece that every translation begins with, such as the tag of a language."""
+    forced_end: bool = False
+    """Whether the last piece that a translation may have is its end."""
+
+    def __post_init__(self) -> None:
+        _expect_positive("search", self, "beam_size")
+
+    @property
+    def forced(self) -> dict[str, Any]:
+        """The fields that every search of this model has, greedy ones too."""
+        return {name: getattr(self, name) for name in ("never", "first_id", "forced_end")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the run is saved, and how much of it is kept."""
 
@@ -278,12 +307,16 @@ class TrainConfig:
 
     run_dir: Path
     """Folder of the run: config, tokenizer, checkpoints, metrics. An existing run there is continued."""
+    init_from: Path | None = None
+    """Folder of another run, such as an imported model: the new one starts with its parameters, and has its model, but
+    for dropout, dtype and how attention is computed, its tokenizer and its search."""
     corpus: CorpusConfig = CorpusConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    search: SearchConfig = SearchConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
     report: ReportConfig = ReportConfig()
@@ -304,7 +337,7 @@ class TrainConfig:
         if self.max_steps is not None:
             _expect_positive("train", self, "max_steps")
         for name, expected in (("pad_id", PAD_ID), ("bos_id", BOS_ID), ("eos_id", EOS_ID)):
-            if getattr(self.model, name) != expected:
+            if self.tokenizer.kind == "bpe" and getattr(self.model, name) != expected:
                 raise ValueError(f"model.{name}: expected {expected}, the tokenizer's, got {getattr(self.model, name)}")
         limit = self.model.sequence_limit
         for name, length in (
@@ -319,7 +352,12 @@ class TrainConfig:
         return dataclasses.replace(self, **changes)
 
     def with_vocabulary(self, size: int) -> "TrainConfig":
-        """The same run with the model's vocabularies as large as the tokenizer's."""
+        """The same run with the model's vocabularies as large as the tokenizer's.
+
+        An imported model's stay as they are: often they have been filled up to some round number.
+        """
+        if self.tokenizer.kind != "bpe":
+            return self
         return self.replace(model=self.model.replace(src_vocab_size=size, tgt_vocab_size=size))
 
     def to_dict(self) -> dict[str, Any]:
@@ -350,6 +388,8 @@ def _from_plain(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
             arguments[name] = _from_plain(kind, value, f"{prefix}{name}.")
         elif value is not None and kind in (Path, Path | None):
             arguments[name] = Path(value)
+        elif isinstance(value, list):
+            arguments[name] = tuple(value)
         else:
             arguments[name] = value
     return cls(**arguments)

@@ -6,8 +6,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from transformer_config import PAD_ID
-
 SHORTEST = 16
 """Source lengths are this, twice this, four times this, ...: a few shapes serve any text."""
 ROOM = 1.5
@@ -37,9 +35,11 @@ def decode_shapes(longest_source: int, longest_target: int) -> tuple[DecodeShape
         src_len *= 2
 
 
-def source_rows(sentences: Sequence[list[int]], *, rows: int, src_len: int) -> Int32[np.ndarray, "rows src_len"]:
-    """The sentences as rows, filled up with PAD; whole rows of it at the end."""
-    padded = np.full((rows, src_len), PAD_ID, dtype=np.int32)
+def source_rows(
+    sentences: Sequence[list[int]], *, rows: int, src_len: int, pad_id: int
+) -> Int32[np.ndarray, "rows src_len"]:
+    """The sentences as rows, filled up with padding; whole rows of it at the end."""
+    padded = np.full((rows, src_len), pad_id, dtype=np.int32)
     for row, sentence in zip(padded, sentences, strict=False):
         row[: len(sentence)] = sentence
     return padded

@@ -151,7 +151,8 @@ def evaluate_run(
     if output.is_dir():
         raise ValueError(f"--output: expected a file, got the folder {output}")
     # One search for all, with the limit on length of the first; a model with fewer positions lowers it for itself.
-    search = options.search(max_len=min(config.evaluation.max_decode_len, _longest_source(first.trained)))
+    max_len = min(config.evaluation.max_decode_len, _longest_source(first.trained))
+    search = options.search(max_len=max_len, run=config.search)
     seed = options.seed if isinstance(search, SamplingConfig) else None
     console.print(f"Search: {_in_words(search, seed=seed)}.")
     output.parent.mkdir(parents=True, exist_ok=True)  # where that cannot be, nobody waits for translations first

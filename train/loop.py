@@ -19,13 +19,14 @@ from train.corpus import ParallelText
 from train.display import TrainingProgress, compiling, show_run, show_scores, show_translations
 from train.evaluate import HeldOutLoss, Scores, held_out_loss, score
 from train.flops import matmul_flops
+from train.init_from import adopted, first_state
 from train.journal import Journal, evaluations_since_best
 from train.parallel import Devices, any_process, is_main_process
 from train.prefetch import prefetched
 from train.prepare import PreparedData, prepare, restore_tokenizer
 from train.run_dir import RunDir
 from train.signals import StoppedError, StopRequest
-from train.state import TrainState, initial_state
+from train.state import TrainState
 from train.step import Arrays, StepMetrics
 from train.throughput import Throughput
 from train.timetable import Timetable
@@ -69,6 +70,7 @@ def run(config: TrainConfig, *, console: Console) -> RunResult:
     StoppedError when a signal asked it to stop and it has saved.
     """
     console = console if is_main_process() else Console(quiet=True)
+    config = adopted(config)
     devices = Devices(config.parallel)
     run_dir = RunDir(config.run_dir)
     with contextlib.ExitStack() as stack:
@@ -133,7 +135,7 @@ class Trainer:
         if latest is None:
             self.step = 0
             self._set_metrics("")
-            return initial_state(self.config)
+            return first_state(self.config)
         record = self.checkpoints.record(latest)
         self._check(record, latest)
         state = self.checkpoints.restore(self.config, latest)

@@ -167,6 +167,7 @@ class PackedPlan(Plan):
             tgt_out=tgt_out,
             src_segments=segment_rows(segments, src_len, at=src_at, shape=src_shape),
             tgt_segments=segment_rows(segments, tgt_len, at=tgt_at, shape=tgt_shape),
+            pad_id=self.encoded.pad_id,
         )
 
     def _pairs_of(self, i: int, start: int, stop: int) -> tuple[Int64[np.ndarray, "pairs"], Int64[np.ndarray, "rows"]]:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 
 from train.batching import Bucket, Plan, drop_long, epoch_batches, extend_buckets, plan_buckets
+from train.bpe import BPETokenizer
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.corpus import Corpus, load_corpus
 from train.display import encoding
+from train.init_from import tokenizer_text
 from train.packing import packed_epoch, plan_packing
 from train.parallel import is_main_process, wait_for_all
 from train.run_dir import RunDir, write_whole
@@ -49,8 +51,11 @@ def prepare(config: TrainConfig, run_dir: RunDir, *, console: Console) -> Prepar
         run_dir.pin_corpus(corpus.train.sha256)
         if run_dir.tokenizer_file.exists():
             tokenizer = run_dir.tokenizer()
+        elif (adopted := tokenizer_text(config)) is not None:
+            write_whole(run_dir.tokenizer_file, adopted)
+            tokenizer = run_dir.tokenizer()
         else:
-            tokenizer = Tokenizer.train(itertools.chain.from_iterable(corpus.train), config.tokenizer)
+            tokenizer = BPETokenizer.train(itertools.chain.from_iterable(corpus.train), config.tokenizer)
             tokenizer.save(run_dir.tokenizer_file)
         with encoding(console, total=len(corpus.train)) as progress:
             folder = config.corpus.cache / f"{corpus.train.sha256[:16]}-{tokenizer.sha256[:16]}"

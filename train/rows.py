@@ -4,7 +4,6 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from train.sentences import EncodedText, Sentences
-from transformer_config.config import BOS_ID, PAD_ID
 
 
 def spans(starts: Int64[np.ndarray, "spans"], lengths: Int64[np.ndarray, "spans"]) -> Int64[np.ndarray, "indices"]:
@@ -30,9 +29,9 @@ def source_rows(
     at: Int64[np.ndarray, "pairs"],
     shape: tuple[int, int],
 ) -> Int32[np.ndarray, "batch src_len"]:
-    """Rows of PAD but for the sources of `pairs`, which begin `at` these positions of the flattened rows."""
+    """Rows of padding but for the sources of `pairs`, which begin `at` these positions of the flattened rows."""
     positions, pieces = _pieces(encoded.src, pairs, at)
-    rows = np.full(shape, PAD_ID, dtype=np.int32)
+    rows = np.full(shape, encoded.pad_id, dtype=np.int32)
     rows.reshape(-1)[positions] = pieces
     return rows
 
@@ -44,13 +43,13 @@ def target_rows(
     at: Int64[np.ndarray, "pairs"],
     shape: tuple[int, int],
 ) -> tuple[Int32[np.ndarray, "batch tgt_len"], Int32[np.ndarray, "batch tgt_len"]]:
-    """The targets of `pairs` likewise: as the decoder reads them, behind BOS, and as it is to predict them."""
+    """The targets of `pairs` likewise: as the decoder reads them, behind the start, and as it is to predict them."""
     positions, pieces = _pieces(encoded.tgt, pairs, at)
-    tgt_in, tgt_out = np.full((2, *shape), PAD_ID, dtype=np.int32)
+    tgt_in, tgt_out = np.full((2, *shape), encoded.pad_id, dtype=np.int32)
     tgt_out.reshape(-1)[positions] = pieces
     # Every position reads what the one before it predicts; for the first ones that is of another sentence, or of none.
     tgt_in.reshape(-1)[positions] = tgt_out.reshape(-1)[positions - 1]
-    tgt_in.reshape(-1)[at] = BOS_ID
+    tgt_in.reshape(-1)[at] = encoded.bos_id
     return tgt_in, tgt_out
 
 

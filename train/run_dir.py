@@ -26,6 +26,7 @@ FREE_TO_CHANGE = (
     "report",
     "parallel",
     "evaluation",
+    "search",
     "checkpoint",
     "corpus.kind",
     "corpus.path",
@@ -101,8 +102,18 @@ class RunDir:
             )
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that was saved with the run."""
-        return Tokenizer.load(self.tokenizer_file)
+        """The tokenizer that was saved with the run. Raises FileNotFoundError or ValueError that names the file."""
+        from train.bpe import BPETokenizer
+        from train.transformers_tokenizer import TransformersTokenizer, is_transformers
+
+        if self.tokenizer_file.is_file():
+            text = self.tokenizer_file.read_text(encoding="utf-8", errors="replace")
+            if is_transformers(text):
+                try:
+                    return TransformersTokenizer.from_json(text)
+                except ValueError as error:
+                    raise ValueError(f"{self.tokenizer_file}: {error}") from error
+        return BPETokenizer.load(self.tokenizer_file)
 
     def write_batch(
         self, step: int, *, pairs: Int64[np.ndarray, "pairs"], data: EncodedText, tokenizer: Tokenizer

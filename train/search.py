@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from train.config import SearchConfig
 from transformer_config import BeamConfig, LengthConfig, SamplingConfig
 from transformer_config.decoding import LengthPenalty, Stopping
 
@@ -18,17 +19,17 @@ def translations_of_each(search: Search) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """Beam search by default; greedy with --beam 1; sampling with --sample."""
+    """Beam search; greedy with --beam 1; sampling with --sample. What is left out is as the run has it."""
 
-    beam: int = 4
-    """Beams of a sentence; 1: the likeliest piece again and again."""
+    beam: int | None = None
+    """Beams of a sentence; 1: the likeliest piece again and again. By default the run's search.beam_size, 4 mostly."""
     nbest: int = 1
     """Translations of each line, the best first; with --sample: drawn so many times."""
-    alpha: float = 0.6
-    """Exponent of the penalty for length, by which scores are divided."""
-    length_penalty: LengthPenalty = "length"
+    alpha: float | None = None
+    """Exponent of the penalty for length, by which scores are divided. By default the run's search.alpha."""
+    length_penalty: LengthPenalty | None = None
     """length: pieces^alpha; gnmt: ((5 + pieces) / 6)^alpha."""
-    stopping: Stopping = "bound"
+    stopping: Stopping | None = None
     """When a sentence is over: when nothing better can come (bound), or as another library has it."""
     sample: bool = False
     """Draw pieces from the model's distribution."""
@@ -50,8 +51,11 @@ class SearchOptions:
     max_len_ratio: float | None = 2.0
     """And at most so many for each piece of the source, and ten more."""
 
-    def search(self, *, max_len: int) -> Search:
-        """What is asked for; `max_len` where none is given. Raises ValueError for what cannot be."""
+    def search(self, *, max_len: int, run: SearchConfig = SearchConfig()) -> Search:  # noqa: B008
+        """What is asked for, and `max_len` and the run's own search where nothing is.
+
+        Raises ValueError for what cannot be.
+        """
         only_sampling = {"temperature": 1.0, "top_k": None, "top_p": None}
         if not self.sample:
             for name, default in only_sampling.items():
@@ -63,6 +67,7 @@ class SearchOptions:
             max_len=self.max_len or max_len,
             max_len_growth=0.0 if self.max_len else 2.0,
             max_len_ratio=self.max_len_ratio,
+            **run.forced,
         )
         given = {field.name: getattr(lengths, field.name) for field in dataclasses.fields(lengths)}
         if self.sample:
@@ -71,15 +76,16 @@ class SearchOptions:
                 num_samples=self.nbest,
                 **{name: getattr(self, name) for name in only_sampling},
             )
-        if self.beam == 1 and self.nbest == 1:
+        beam_size = run.beam_size if self.beam is None else self.beam
+        if beam_size == 1 and self.nbest == 1:
             return lengths
         return BeamConfig(
             **given,
-            beam_size=self.beam,
+            beam_size=beam_size,
             num_hypotheses=self.nbest,
-            length_penalty=self.length_penalty,
-            alpha=self.alpha,
-            stopping=self.stopping,
+            length_penalty=self.length_penalty or run.length_penalty,
+            alpha=run.alpha if self.alpha is None else self.alpha,
+            stopping=self.stopping or run.stopping,
         )
 
 

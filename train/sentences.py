@@ -15,7 +15,7 @@ from jaxtyping import Int64, Integer
 
 from train.readers import Pair
 from train.tokenizer import Tokenizer
-from transformer_config.config import EOS_ID
+from transformer_config import BOS_ID, PAD_ID
 
 AT_ONCE = 20_000
 """Pairs that are text and lists of ids in memory at a time; the rest are on disk."""
@@ -72,6 +72,10 @@ class EncodedText:
 
     src: Sentences
     tgt: Sentences
+    pad_id: int = PAD_ID
+    """What rows are filled up with."""
+    bos_id: int = BOS_ID
+    """What the decoder reads before a target."""
 
     def __post_init__(self) -> None:
         if len(self.src) != len(self.tgt) or not len(self.src):
@@ -90,14 +94,14 @@ class EncodedText:
 
     def take(self, indices: Indices) -> "EncodedText":
         """The pairs at `indices`, in that order."""
-        return EncodedText(src=self.src.take(indices), tgt=self.tgt.take(indices))
+        return dataclasses.replace(self, src=self.src.take(indices), tgt=self.tgt.take(indices))
 
 
 def encode_text(pairs: Iterable[Pair], tokenizer: Tokenizer) -> EncodedText:
     """In memory: for text that is small."""
     chunks = list(_encoded(pairs, tokenizer))
-    sides = (Sentences.of([row for chunk in chunks for row in chunk[side]]) for side in (0, 1))
-    return EncodedText(*sides)
+    src, tgt = (Sentences.of([row for chunk in chunks for row in chunk[side]]) for side in (0, 1))
+    return EncodedText(src, tgt, pad_id=tokenizer.pad_id, bos_id=tokenizer.bos_id)
 
 
 def encode_to_disk(
@@ -143,7 +147,8 @@ def read_encoded(folder: Path) -> EncodedText:
                 f"{file.stat().st_size:,} bytes; remove {folder} to have it made anew"
             )
         sides.append(Sentences.one_after_the_other(np.memmap(file, dtype=facts["dtype"], mode="r"), of_side))
-    return EncodedText(*sides)
+    src, tgt = sides
+    return EncodedText(src, tgt, **{name: facts[name] for name in ("pad_id", "bos_id") if name in facts})
 
 
 def _write(pairs: Iterable[Pair], tokenizer: Tokenizer, folder: Path, progress: Callable[[int], None]) -> None:
@@ -159,13 +164,14 @@ def _write(pairs: Iterable[Pair], tokenizer: Tokenizer, folder: Path, progress: 
         raise ValueError("expected at least one pair of sentences, got none")
     every = np.concatenate(lengths)
     np.save(folder / "lengths.npy", every)
-    facts: dict[str, Any] = {"dtype": np.dtype(dtype).name, "pairs": len(every)}
+    special = {"pad_id": tokenizer.pad_id, "bos_id": tokenizer.bos_id}
+    facts: dict[str, Any] = {"dtype": np.dtype(dtype).name, "pairs": len(every), **special}
     (folder / "facts.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
 def _encoded(pairs: Iterable[Pair], tokenizer: Tokenizer) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
-    """Rows of both sides, EOS at the end, some at a time. The tokenizer uses every core it is allowed."""
+    """Rows of both sides, some at a time. The tokenizer uses every core it is allowed."""
     every = iter(pairs)
     while chunk := list(itertools.islice(every, AT_ONCE)):
-        source, target = ([[*ids, EOS_ID] for ids in tokenizer.encode(side)] for side in zip(*chunk, strict=True))
-        yield source, target
+        sources, targets = zip(*chunk, strict=True)
+        yield tokenizer.encode_sources(sources), tokenizer.encode_targets(targets)

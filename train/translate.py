@@ -86,7 +86,7 @@ def translate_stream(
     """
     config = trained.config
     longest = config.model.sequence_limit or LONGEST_SOURCE
-    search = options.search(max_len=min(config.evaluation.max_decode_len, longest))
+    search = options.search(max_len=min(config.evaluation.max_decode_len, longest), run=config.search)
     console = Console(stderr=True)
     columns = (TextColumn("translating"), MofNCompleteColumn(), TextColumn("lines"), TimeElapsedColumn())
     skipped = 0

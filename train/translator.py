@@ -16,7 +16,7 @@ from train.decode_shapes import DecodeShape, decode_shapes, source_rows
 from train.parallel import Devices
 from train.search import Search, translations_of_each
 from train.tokenizer import Tokenizer
-from transformer_config import EOS_ID, LengthConfig
+from transformer_config import LengthConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Translations:
 
 def greedy_search(config: TrainConfig) -> LengthConfig:
     """What a run evaluates itself with."""
-    return LengthConfig(max_len=config.evaluation.max_decode_len, max_len_growth=2.0)
+    return LengthConfig(max_len=config.evaluation.max_decode_len, max_len_growth=2.0, **config.search.forced)
 
 
 ROWS_AT_ONCE = 2_048
@@ -101,9 +101,10 @@ class Translator:
         Lines of more than `longest` pieces, where that is given, are left out. Raises ValueError for lines too long
         for the model.
         """
-        encoded = [[*ids, EOS_ID] for ids in self._tokenizer.encode([line.strip() for line in lines])]
+        stripped = [line.strip() for line in lines]
+        encoded = self._tokenizer.encode_sources(stripped)
         too_long = tuple(i for i, ids in enumerate(encoded) if longest is not None and len(ids) > longest)
-        wanted = [i for i in sorted({*range(len(lines))}.difference(too_long)) if len(encoded[i]) > 1]
+        wanted = [i for i in sorted({*range(len(lines))}.difference(too_long)) if stripped[i]]
         self._check_lengths([len(encoded[i]) for i in wanted])
         nothing = (Translation(text="", score=0.0, ended=True),) * translations_of_each(self._search)
         found = [nothing for _ in lines]
@@ -146,7 +147,7 @@ class Translator:
         rows = self._devices.padded_rows(ROWS_AT_ONCE)
         limit = self._config.model.sequence_limit
         src_len = shape.src_len if limit is None else min(shape.src_len, limit)
-        src = source_rows(sentences, rows=rows, src_len=src_len)
+        src = source_rows(sentences, rows=rows, src_len=src_len, pad_id=self._config.model.pad_id)
         check_ids(src, name="src", vocab_size=self._config.model.src_vocab_size)
         of_rows = np.resize(np.array(numbers, np.int32), rows)
         # Dealt out one by one, so that every device has long sentences and short ones, and its share of a few.

@@ -18,12 +18,12 @@ import pytest
 from flax_transformer.parameters import abstract_model, initial_parameters, with_parameters
 from tests.parity.report.browser import Page, browsing
 from tests.train.conftest import ENGLISH, GERMAN, listing
-from train.attention_maps import KINDS, MOST_PIECES, AttentionMaps, attention_maps, draw, readable_pieces
+from train.attention_maps import KINDS, MOST_PIECES, AttentionMaps, attention_maps, draw
 from train.attention_page import SCALE, to_html, write_attention
+from train.bpe import BPETokenizer
 from train.checkpoint import Checkpoints, RunRecord
 from train.config import BatchConfig, EvaluationConfig, TokenizerConfig, TrainConfig
 from train.run_dir import RunDir
-from train.tokenizer import Tokenizer
 from train.translate import TrainedRun, load_run
 from transformer_config import BOS_ID, EOS_ID, TransformerConfig
 
@@ -50,7 +50,7 @@ def write_run(folder: Path, **changes: object) -> Path:
         batch=BatchConfig(max_len=11),
         evaluation=EvaluationConfig(max_decode_len=11),
     )
-    tokenizer = Tokenizer.train([" ".join(GERMAN), " ".join(ENGLISH)] * 5, config.tokenizer)
+    tokenizer = BPETokenizer.train([" ".join(GERMAN), " ".join(ENGLISH)] * 5, config.tokenizer)
     run = RunDir(folder)
     run.write_config(config)
     tokenizer.save(run.tokenizer_file)
@@ -134,8 +134,8 @@ def test_the_translation_is_the_models_own(trained: TrainedRun) -> None:
         read[0, position + 1] = next_pieces(read)[position].argmax()
     written = read[0, 1:].tolist()
     assert EOS_ID not in written[:-1]
-    assert maps.predicted == readable_pieces(trained.tokenizer, written)
-    assert maps.pieces["target"] == readable_pieces(trained.tokenizer, [BOS_ID, *written[:-1]])
+    assert maps.predicted == trained.tokenizer.readable(written, "target")
+    assert maps.pieces["target"] == trained.tokenizer.readable([BOS_ID, *written[:-1]], "target")
     assert maps.translation == trained.tokenizer.decode([written])[0]
     assert maps.finished == (written[-1] == EOS_ID)
 
@@ -148,15 +148,15 @@ def test_every_implementation_has_weights(tmp_path: Path, maps: AttentionMaps, a
 
 
 def test_pieces_are_readable() -> None:
-    tokenizer = Tokenizer.train(["schön schön"] * 3, TokenizerConfig(vocab_size=264))
+    tokenizer = BPETokenizer.train(["schön schön"] * 3, TokenizerConfig(vocab_size=264))
     (ids,) = tokenizer.encode([" a\t\u200b日\\"])
-    shown = readable_pieces(tokenizer, [*range(4), *ids])
+    shown = tokenizer.readable([*range(4), *ids], "source")
     parts = tuple(f"<0x{byte:02X}>" for letter in "\u200b日" for byte in letter.encode())
     assert shown == ("<pad>", "<bos>", "<eos>", "<unk>", "␣", "a", "<U+0009>", *parts, "\\")
-    every = readable_pieces(tokenizer, range(4, 260))
+    every = tokenizer.readable(range(4, 260), "source")
     assert len(set(every)) == 256
     assert all(piece.isprintable() for piece in every)
-    assert readable_pieces(tokenizer, range(260, 264)) == ("ch", "sch", "<0xB6>n", "ön")
+    assert tokenizer.readable(range(260, 264), "source") == ("ch", "sch", "<0xB6>n", "ön")
 
 
 def test_mistakes(trained: TrainedRun, run: Path, tmp_path: Path) -> None:

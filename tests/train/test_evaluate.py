@@ -9,13 +9,13 @@ import sacrebleu
 
 from flax_transformer.parameters import abstract_model, initial_parameters, with_parameters
 from train.batching import evaluation_batches, plan_buckets
+from train.bpe import BPETokenizer
 from train.config import BatchConfig, ParallelConfig
 from train.corpus import load_corpus
 from train.evaluate import HeldOutLoss, held_out_loss, score
 from train.loss import LossSums
 from train.parallel import Devices
 from train.sentences import encode_text
-from train.tokenizer import Tokenizer
 from train.translator import Translator
 
 DEVICES = Devices(ParallelConfig(num_devices=1))
@@ -26,7 +26,7 @@ def setting(tiny_run, tmp_path_factory):
     """Config with the tokenizer's vocabulary, tokenizer, corpus, untrained parameters."""
     config = tiny_run(tmp_path_factory.mktemp("evaluate"))
     corpus = load_corpus(config.corpus)
-    tokenizer = Tokenizer.train([text for pair in corpus.train for text in pair], config.tokenizer)
+    tokenizer = BPETokenizer.train([text for pair in corpus.train for text in pair], config.tokenizer)
     config = config.with_vocabulary(tokenizer.size)
     return config, tokenizer, corpus, DEVICES.place_params(initial_parameters(config.model, jax.random.key(0)))
 

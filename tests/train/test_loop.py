@@ -9,6 +9,7 @@ import pytest
 
 from tests.train.conftest import Ended, listing, metrics, saved, steps_saved, train, write_corpus
 from train import loop
+from train.bpe import BPETokenizer
 from train.checkpoint import Checkpoints
 from train.config import CheckpointConfig, EvaluationConfig, OptimizerConfig
 from train.corpus import load_corpus
@@ -16,7 +17,6 @@ from train.evaluate import HeldOutLoss, score
 from train.journal import Journal
 from train.loop import Trainer, TrainingDivergedError
 from train.run_dir import RunDir
-from train.tokenizer import Tokenizer
 
 EPOCH = 6
 """Steps of the tiny run's epoch."""
@@ -208,7 +208,7 @@ def test_a_changed_config_or_corpus_is_refused(tmp_path: Path, whole: Ended) -> 
 def test_another_tokenizer_is_refused(tmp_path: Path, whole: Ended) -> None:
     config = whole.copy(tmp_path)
     text = [side for pair in load_corpus(config.corpus).train for side in pair]
-    Tokenizer.train(text[:20], config.tokenizer).save(tmp_path / "tokenizer.json")
+    BPETokenizer.train(text[:20], config.tokenizer).save(tmp_path / "tokenizer.json")
     before = listing(tmp_path / "checkpoints"), metrics(tmp_path, timed=True)
     with pytest.raises(ValueError, match=r"checkpoints/12: expected the tokenizer that it was trained with, got ano"):
         train(config)
@@ -219,7 +219,7 @@ def test_a_missing_tokenizer_comes_from_the_checkpoint(tmp_path: Path, whole: En
     config, file = whole.copy(tmp_path), tmp_path / "tokenizer.json"
     expected = file.read_bytes()
     file.unlink()
-    monkeypatch.setattr(Tokenizer, "train", lambda *_: pytest.fail("a tokenizer was learned anew"))
+    monkeypatch.setattr(BPETokenizer, "train", lambda *_: pytest.fail("a tokenizer was learned anew"))
     train(config)
     assert file.read_bytes() == expected
 

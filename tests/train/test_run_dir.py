@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.train.conftest import Ended, listing, train
+from train.bpe import BPETokenizer
 from train.run_dir import RunDir, write_whole
 from train.sentences import encode_text
-from train.tokenizer import Tokenizer
 
 HOLD = """
 import sys
@@ -91,7 +91,7 @@ def test_the_pairs_of_a_batch_are_written_as_text(tmp_path: Path, whole: Ended) 
     from train.corpus import load_corpus
 
     corpus = load_corpus(whole.config.corpus)
-    tokenizer = Tokenizer.load(whole.config.run_dir / "tokenizer.json")
+    tokenizer = BPETokenizer.load(whole.config.run_dir / "tokenizer.json")
     data = encode_text(corpus.validation, tokenizer)
     file = RunDir(tmp_path).write_batch(7, pairs=np.array([3, 0]), data=data, tokenizer=tokenizer)
     assert file == tmp_path / "batch-of-step-7.json"

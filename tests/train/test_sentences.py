@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 from train import sentences
+from train.bpe import BPETokenizer
 from train.config import TokenizerConfig
 from train.sentences import EncodedText, Sentences, encode_text, encode_to_disk, read_encoded
-from train.tokenizer import Tokenizer
 from transformer_config.config import EOS_ID
 
 PAIRS = [("ein Hund", "a dog"), ("", "<eos>"), ("zwei Katzen", "two cats"), ("drei", "three")]
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.train([text for pair in PAIRS for text in pair], TokenizerConfig(vocab_size=270))
+def tokenizer() -> BPETokenizer:
+    return BPETokenizer.train([text for pair in PAIRS for text in pair], TokenizerConfig(vocab_size=270))
 
 
 def rows(side: Sentences) -> list[list[int]]:
@@ -33,7 +33,7 @@ def test_rows_of_lists_and_some_of_them() -> None:
     assert side.take([3, 0]).pieces is side.pieces, "nothing is copied"
 
 
-def test_sentences_end_with_eos_and_spell_their_text(tokenizer: Tokenizer) -> None:
+def test_sentences_end_with_eos_and_spell_their_text(tokenizer: BPETokenizer) -> None:
     encoded = encode_text(PAIRS, tokenizer)
     for side, texts in ((encoded.src, [p[0] for p in PAIRS]), (encoded.tgt, [p[1] for p in PAIRS])):
         assert all(row[-1] == EOS_ID and row.count(EOS_ID) == 1 for row in rows(side))
@@ -43,7 +43,7 @@ def test_sentences_end_with_eos_and_spell_their_text(tokenizer: Tokenizer) -> No
 
 @pytest.mark.parametrize("at_once", [1, 3, 100])
 def test_on_disk_as_in_memory(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, at_once: int
+    tmp_path: Path, tokenizer: BPETokenizer, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     monkeypatch.setattr(sentences, "AT_ONCE", at_once)
     counts: list[int] = []
@@ -58,7 +58,7 @@ def test_on_disk_as_in_memory(
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
-def test_what_is_there_is_not_made_again(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_what_is_there_is_not_made_again(tmp_path: Path, tokenizer: BPETokenizer) -> None:
     encode_to_disk(PAIRS, tokenizer, tmp_path / "text")
 
     def never() -> None:
@@ -68,7 +68,7 @@ def test_what_is_there_is_not_made_again(tmp_path: Path, tokenizer: Tokenizer) -
     assert len(encode_to_disk(never(), tokenizer, tmp_path / "text")) == len(PAIRS)
 
 
-def test_a_text_that_breaks_off_leaves_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_text_that_breaks_off_leaves_nothing(tmp_path: Path, tokenizer: BPETokenizer) -> None:
     def broken():
         yield PAIRS[0]
         raise ValueError("line 2 is no UTF-8")
@@ -80,7 +80,7 @@ def test_a_text_that_breaks_off_leaves_nothing(tmp_path: Path, tokenizer: Tokeni
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_do_not_belong_together_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_files_that_do_not_belong_together_are_named(tmp_path: Path, tokenizer: BPETokenizer) -> None:
     folder = tmp_path / "text"
     encode_to_disk(PAIRS, tokenizer, folder)
     with (folder / "tgt.ids").open("ab") as file:

@@ -8,23 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from train.bpe import BPETokenizer
 from train.config import TokenizerConfig
-from train.tokenizer import Tokenizer
 from transformer_config.config import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
 LINES = [
     *("der kleine Hund sieht den kleinen Hund", "the small dog sees the small dog"),
     *("am 24. Mai 2024 um 12:45", "on May 24, 2024 at 12:45", "<eos> <pad> <eos> <pad> <unk><unk><bos><bos>"),
 ]
-TOKENIZER = Tokenizer.train(LINES, TokenizerConfig(vocab_size=320))
-DIGITS = Tokenizer.train(LINES, TokenizerConfig(vocab_size=320, split_digits=True))
+TOKENIZER = BPETokenizer.train(LINES, TokenizerConfig(vocab_size=320))
+DIGITS = BPETokenizer.train(LINES, TokenizerConfig(vocab_size=320, split_digits=True))
 SPECIAL_IDS = {PAD_ID, BOS_ID, EOS_ID, UNK_ID}
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.text("<>/ebopsdunka 12²٣ \t\n\r")
 
 
 @given(lines=st.lists(ANY_TEXT, max_size=4))
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, DIGITS])
-def test_decode_inverts_encode(tokenizer: Tokenizer, lines: list[str]) -> None:
+def test_decode_inverts_encode(tokenizer: BPETokenizer, lines: list[str]) -> None:
     assert tokenizer.decode(tokenizer.encode(lines)) == lines
 
 
@@ -43,7 +43,7 @@ def test_special_pieces_stand_at_the_shared_ids(tmp_path: Path) -> None:
     vocabulary = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["model"]["vocab"]
     assert [vocabulary[piece] for piece in ("<pad>", "<bos>", "<eos>", "<unk>")] == [PAD_ID, BOS_ID, EOS_ID, UNK_ID]
     assert len(vocabulary) == TOKENIZER.size <= 320
-    assert Tokenizer.train(["ab"], TokenizerConfig(vocab_size=300)).size == 260
+    assert BPETokenizer.train(["ab"], TokenizerConfig(vocab_size=300)).size == 260
 
 
 def test_decoding_stops_at_the_end_of_sentence_and_skips_special_ids() -> None:
@@ -66,10 +66,10 @@ def test_split_digits_gives_one_piece_a_digit() -> None:
 
 def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
     script = (
-        "import pathlib, sys\nfrom train.config import TokenizerConfig\nfrom train.tokenizer import Tokenizer\n"
+        "import pathlib, sys\nfrom train.config import TokenizerConfig\nfrom train.bpe import BPETokenizer\n"
         "words = [f'{a}{b}{c}' for a in 'abcdefgh' for b in 'aeiou' for c in 'klmnrst']\n"
         "lines = [' '.join(words[i:] + words[:i]) for i in range(40)]\n"
-        "Tokenizer.train(lines, TokenizerConfig(vocab_size=400)).save(pathlib.Path(sys.argv[1]))\n"
+        "BPETokenizer.train(lines, TokenizerConfig(vocab_size=400)).save(pathlib.Path(sys.argv[1]))\n"
     )
     files = []
     for number, parallel in enumerate(("true", "false", "true")):
@@ -81,10 +81,10 @@ def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, DIGITS])
-def test_a_loaded_tokenizer_is_the_saved_one(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_loaded_tokenizer_is_the_saved_one(tmp_path: Path, tokenizer: BPETokenizer) -> None:
     lines = [*LINES, "<eos>", "neu 99"]
     tokenizer.save(tmp_path / "tokenizer.json")
-    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    loaded = BPETokenizer.load(tmp_path / "tokenizer.json")
     assert loaded.encode(lines) == tokenizer.encode(lines)
     assert loaded.size == tokenizer.size
     assert [file.name for file in tmp_path.iterdir()] == ["tokenizer.json"]
@@ -107,7 +107,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"absent\.json"):
-        Tokenizer.load(tmp_path / "absent.json")
+        BPETokenizer.load(tmp_path / "absent.json")
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"model": 3}', b"\xff\xfe"])
@@ -115,7 +115,7 @@ def test_a_file_without_tokenizer_is_named(tmp_path: Path, content: bytes) -> No
     path = tmp_path / "broken.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"broken\.json"):
-        Tokenizer.load(path)
+        BPETokenizer.load(path)
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     TOKENIZER.save(path)
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"half\.json"):
-        Tokenizer.load(path)
+        BPETokenizer.load(path)
 
 
 def test_foreign_special_ids_are_refused(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_foreign_special_ids_are_refused(tmp_path: Path) -> None:
         token["id"] = vocabulary[token["content"]]
     path.write_text(json.dumps(values), encoding="utf-8")
     with pytest.raises(ValueError, match=r"special pieces .* in .*foreign\.json, got .*'<bos>': 2"):
-        Tokenizer.load(path)
+        BPETokenizer.load(path)
 
 
 def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -146,4 +146,4 @@ def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
     values["decoder"] = {"type": "Fuse"}
     path.write_text(json.dumps(values), encoding="utf-8")
     with pytest.raises(ValueError, match=r"byte-level BPE tokenizer in .*words\.json"):
-        Tokenizer.load(path)
+        BPETokenizer.load(path)
