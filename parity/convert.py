@@ -15,6 +15,10 @@ Prove = Callable[[Path, Model, Path, Model, Mapping[str, str]], Any]
 """`twins_proof.prove`, which gives a proof with `passed`, `links` and `notes`."""
 
 
+Write = Callable[..., Written]
+"""`write_model`, or what has its arguments."""
+
+
 class NotProvenError(ValueError):
     """The result computes something else. The message has the figures; nothing was written."""
 
@@ -38,6 +42,7 @@ def convert(
     settings: Mapping[str, Any],
     sinusoids: Sinusoids,
     prove: Prove | None,
+    write: Write = write_model,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     workers: int | None = None,
@@ -51,7 +56,7 @@ def convert(
     with Beside(dst, overwrite=overwrite) as path:
         read = read_model(src, source_format, settings)
         try:
-            written = write_model(
+            written = write(
                 read,
                 path,
                 target_format,
@@ -63,7 +68,9 @@ def convert(
             )
         except StoreError as error:
             raise StoreError(str(error).replace(str(path), str(dst))) from error
-        proof = None if prove is None else prove(src, read, path, read_model(path, target_format), written.changed)
+        proof = None
+        if prove is not None:
+            proof = prove(src, read, path, read_model(path, written.format_.name), written.changed)
         if proof is not None and not proof.passed:
             failed = "; ".join(str(link) for link in proof.links if not link.passed)
             raise NotProvenError(f"{dst}: not written, because it would compute something else: {failed}")

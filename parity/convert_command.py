@@ -31,6 +31,8 @@ def convert(
     target_format: Annotated[str, tyro.conf.arg(name="to", metavar="FORMAT")],
     source_format: Annotated[str | None, tyro.conf.arg(name="from", metavar="FORMAT")] = None,
     settings: Settings = (),
+    tokenizer: Path | None = None,
+    languages: tuple[str, str] | None = None,
     verify: bool = True,
     overwrite: bool = False,
     max_shard_bytes: int = 5_000_000_000,
@@ -41,9 +43,12 @@ def convert(
     Args:
         src: A folder as transformers writes it, .pt, .safetensors, an Orbax folder, or a training run.
         dst: A new folder or file. Of our own and of tutorials' layouts the suffix says how it is stored.
-        target_format: One of `python -m parity formats`.
+        target_format: One of `python -m parity formats`, or `run`: a folder that `python -m train translate --run` and
+            `train run --init-from` take, with the model's tokenizer.
         source_format: Found out by itself, where names say it.
         settings: Fields of our config that a file without a config does not say, such as `--set num_heads=8`.
+        tokenizer: Of `--to run`: folder with the tokenizer's files, where it is not SRC.
+        languages: Of `--to run`: source and target, for models of many languages, such as `--languages de en`.
         verify: Compare the logits of both sides, and of their own classes where these are installed.
         overwrite: Replace what is there.
         max_shard_bytes: Of a folder: more than so many bytes become several files.
@@ -54,11 +59,12 @@ def convert(
     from parity import convert as conversion
     from parity.weights.formats import FORMATS
 
-    for option, name in (("--from", source_format), ("--to", target_format)):
-        if name is not None and name not in FORMATS:
-            raise UsageError(f"{option}: expected one of {', '.join(FORMATS)}, got {name!r}")
+    for option, name, known in (("--from", source_format, [*FORMATS]), ("--to", target_format, [*FORMATS, "run"])):
+        if name is not None and name not in known:
+            raise UsageError(f"{option}: expected one of {', '.join(known)}, got {name!r}")
     console = Console(width=None if sys.stdout.isatty() else 120)
     from parity.twins_proof import prove, sinusoids
+    from parity.twins_run import Writer
 
     with _progress(console) as progress:
         done = conversion.convert(
@@ -69,6 +75,7 @@ def convert(
             settings=fields_of(settings),
             sinusoids=sinusoids,
             prove=prove if verify else None,
+            write=Writer(run_dir=dst, tokenizer=tokenizer, languages=languages),
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
             workers=workers,

@@ -123,7 +123,7 @@ def _mode(config: TrainConfig, start: Callable[[Any], TrainState]) -> Training:
         batch = devices.place_batch(
             Bucket(src_len=src_len, tgt_len=tgt_len, batch_size=rows),
             lambda start, stop: _rows(arrays, start, stop, pad_id=config.model.pad_id),
-            vocab_size=max(config.model.src_vocab_size, config.model.tgt_vocab_size),
+            vocab_sizes=config.model.vocab_sizes,
         )
         state, metrics = compiled(state, batch)
         return state, float(devices.metrics(metrics).loss)

@@ -62,13 +62,13 @@ def held_out_loss(
     plan: BatchPlan,
     *,
     target: Sequence[str],
-    vocab_size: int,
+    vocab_sizes: tuple[int, int],
     devices: Devices,
 ) -> HeldOutLoss:
     """The loss over every pair of `plan` exactly once (T5), whose raw target lines are `target`."""
     sums = []
     for i in range(len(plan)):
-        batch = devices.place_batch(plan.shape(i), partial(plan.rows, i), vocab_size=vocab_size)
+        batch = devices.place_batch(plan.shape(i), partial(plan.rows, i), vocab_sizes=vocab_sizes)
         sums.append(evaluation_step(params, batch))
     host = jax.device_get(sums)
     return HeldOutLoss(

@@ -223,7 +223,7 @@ class Trainer:
             tokens=int(plan.encoded.lengths[plan.pairs(i)].sum()),
             positions=rows * (shape.src_len + shape.tgt_len),
             flops=matmul_flops(model, src_len=shape.src_len, tgt_len=shape.tgt_len, rows=shape.batch_size),
-            arrays=self.devices.place_batch(shape, partial(plan.rows, i), vocab_size=model.tgt_vocab_size),
+            arrays=self.devices.place_batch(shape, partial(plan.rows, i), vocab_sizes=model.vocab_sizes),
         )
 
     def compile(self) -> None:
@@ -366,7 +366,7 @@ class Trainer:
             self.devices.inference_params(self.state),
             evaluation_batches(self.data.validation, self.data.buckets),
             target=self.data.corpus.validation.target,
-            vocab_size=self.config.model.tgt_vocab_size,
+            vocab_sizes=self.config.model.vocab_sizes,
             devices=self.evaluation_devices,
         )
 

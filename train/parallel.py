@@ -188,14 +188,15 @@ class Devices:
         src, tgt = shape(bucket.src_len), shape(bucket.tgt_len)
         return Arrays(src, tgt, tgt, shape(), Packing(src, tgt) if packed else None)
 
-    def place_batch(self, bucket: Bucket, rows: Callable[[int, int], Batch], *, vocab_size: int) -> Arrays:
+    def place_batch(self, bucket: Bucket, rows: Callable[[int, int], Batch], *, vocab_sizes: tuple[int, int]) -> Arrays:
         """A batch, of which this process makes its own rows only, by `rows(start, stop)`.
 
-        Raises ValueError for ids outside the vocabulary: here, because a compiled gather clamps them.
+        Raises ValueError for ids outside the vocabularies, of source and target: here, because a compiled gather clamps
+        them.
         """
         per_micro = self.padded_rows(bucket.batch_size) // self.micro_batches
         made = {
-            (share.start, share.stop): self._micro_batches(share, per_micro, rows, vocab_size)
+            (share.start, share.stop): self._micro_batches(share, per_micro, rows, vocab_sizes)
             for share in self._shares(per_micro)
         }
         of_devices = [(share.device, made[share.start, share.stop]) for share in self._shares(per_micro)]
@@ -217,14 +218,15 @@ class Devices:
         return sorted(shares, key=lambda share: self.devices.index(share.device))
 
     def _micro_batches(
-        self, share: Share, per_micro: int, rows: Callable[[int, int], Batch], vocab_size: int
+        self, share: Share, per_micro: int, rows: Callable[[int, int], Batch], vocab_sizes: tuple[int, int]
     ) -> Arrays:
         cut = [(m * per_micro + share.start, m * per_micro + share.stop) for m in range(self.micro_batches)]
         batches = [rows(start, stop) for start, stop in cut]
         pieces = [_arrays(batch, *numbers) for batch, numbers in zip(batches, cut, strict=True)]
         arrays = jax.tree.map(lambda *leaves: np.stack(leaves), *pieces)
-        for name in ("src", "tgt_in", "tgt_out"):
-            check_ids(getattr(arrays, name), name=name, vocab_size=vocab_size)
+        src_vocab_size, tgt_vocab_size = vocab_sizes
+        for name, size in (("src", src_vocab_size), ("tgt_in", tgt_vocab_size), ("tgt_out", tgt_vocab_size)):
+            check_ids(getattr(arrays, name), name=name, vocab_size=size)
         return arrays
 
     # Programs.

@@ -38,7 +38,8 @@ class TransformersTokenizer(Tokenizer):
         with _unpacked(files) as folder:
             self._tokenizer = _read(folder, languages)
             self._reversed = _reversed(self._tokenizer, folder)
-        vocabularies = [self._tokenizer.get_vocab(), _target_vocabulary(self._tokenizer)]
+        tags = getattr(self._tokenizer, "lang_token_to_id", {})
+        vocabularies = (self._tokenizer.get_vocab(), _target_vocabulary(self._tokenizer), tags)
         self._size = 1 + max(id_ for vocabulary in vocabularies for id_ in vocabulary.values())
         self._check_special_ids()
 
@@ -59,9 +60,7 @@ class TransformersTokenizer(Tokenizer):
             raise ValueError(f"{folder}: expected a tokenizer that transformers reads, got {error!r}") from error
         found = cls(files, languages=languages, pad_id=pad_id, bos_id=bos_id, eos_id=eos_id)
         if languages is None and found.has_language_tags:
-            raise ValueError(
-                f"{folder}: expected --languages, source and target, for a tokenizer with tags of languages"
-            )
+            raise ValueError(f"{folder}: expected --languages SOURCE TARGET, for a tokenizer with tags of languages")
         return found
 
     @classmethod
@@ -119,7 +118,7 @@ class TransformersTokenizer(Tokenizer):
         return [list(ids) for ids in self._tokenizer(text_target=list(lines)).input_ids]
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
-        """As `batch_decode` of `transformers`, special ids left out."""
+        """As `batch_decode` of `transformers`, special ids left out. Ids that only the model has are unknown words."""
         rows = [self._up_to_the_end(row) for row in ids]
         return [str(text) for text in self._tokenizer.batch_decode(rows, skip_special_tokens=True)]
 
@@ -142,8 +141,8 @@ class TransformersTokenizer(Tokenizer):
     def _up_to_the_end(self, row: Sequence[int]) -> list[int]:
         kept: list[int] = []
         for id_ in map(int, row):
-            if not 0 <= id_ < self.size:
-                raise ValueError(f"expected piece ids in [0, {self.size}), got {id_}")
+            if id_ < 0:
+                raise ValueError(f"expected piece ids of at least 0, got {id_}")
             if id_ == self.eos_id:
                 break
             kept.append(id_)

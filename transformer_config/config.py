@@ -197,6 +197,11 @@ class TransformerConfig:
         return self.d_model // self.num_heads
 
     @property
+    def vocab_sizes(self) -> tuple[int, int]:
+        """Of source and target."""
+        return self.src_vocab_size, self.tgt_vocab_size
+
+    @property
     def has_final_norm(self) -> bool:
         """Whether a norm stands after each stack."""
         return self.final_norm == "always" or (self.final_norm == "if_pre" and self.norm_order == "pre")

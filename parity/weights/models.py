@@ -20,7 +20,7 @@ from parity.weights.problems import MappingError
 from parity.weights.sharded import write_shards
 from parity.weights.store import read_tensors, write_tensors
 from parity.weights.twins import reference_shapes
-from transformer_config import TransformerConfig
+from transformer_config import BeamConfig, LengthConfig, TransformerConfig
 
 CONFIG = "transformer_config"
 """Entry of a file's free text: our config as JSON."""
@@ -91,11 +91,26 @@ def _read_state_dict(path: Path, format_: StateDict, settings: Mapping[str, Any]
         values = json.loads(text) if text is not None else format_.measure(checkpoint)
     config = format_.read(Fields({**values, **settings}, file=str(path)))
     stored = checkpoint.with_aliases()
+    search = _search_of_run(read_json(path / "config.json")) if of_run else None
     try:
         weights = Converted(format_.mapping(config), stored)
     except MappingError as error:
         raise MappingError([f"{path}: {problem}" for problem in error.problems]) from error
-    return Model(format_=format_, config=config, weights=weights, stored=stored)
+    return Model(format_=format_, config=config, weights=weights, stored=stored, search=search)
+
+
+def _search_of_run(values: Mapping[str, Any]) -> LengthConfig | None:
+    """How a run decodes, where its config says it. Runs of older versions do not."""
+    if "search" not in values:
+        return None
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values["search"].items()
+    }
+    fields["max_len"] = values["evaluation"]["max_decode_len"]
+    if fields["beam_size"] > 1:
+        return BeamConfig(**fields)
+    known = {field.name for field in dataclasses.fields(LengthConfig)}
+    return LengthConfig(**{name: value for name, value in fields.items() if name in known})
 
 
 def _check(path: Path, model: Model) -> None:

@@ -95,7 +95,7 @@ def some_steps(config: TrainConfig, *, steps: int = 1, state: TrainState | None 
     for number in range(steps):
         epoch, i = divmod(number, per_epoch)
         plan = plan_of(config, epoch, encoded=encoded)
-        batch = devices.place_batch(plan.shape(i), partial(plan.rows, i), vocab_size=40)
+        batch = devices.place_batch(plan.shape(i), partial(plan.rows, i), vocab_sizes=(40, 40))
         state, metrics = step(state, batch)
         losses.append(float(devices.metrics(metrics).loss))
         if number == 0:

@@ -129,7 +129,7 @@ def test_the_moving_average_is_what_is_evaluated_and_exported(tmp_path: Path, mo
             loaded.devices.place_params(params),
             evaluation_batches(held_out, buckets),
             target=corpus.validation.target,
-            vocab_size=loaded.tokenizer.size,
+            vocab_sizes=loaded.config.model.vocab_sizes,
             devices=loaded.devices.for_evaluation(),
         )
         for params in (ema, run)

@@ -50,7 +50,7 @@ def test_every_held_out_token_counts_once_too_long_ones_too(setting):
         {},
         evaluation_batches(held_out, buckets),
         target=corpus.validation.target,
-        vocab_size=1000,
+        vocab_sizes=(1000, 1000),
         devices=DEVICES,
     )
     tokens = sum(map(len, held_out.tgt))
@@ -72,7 +72,7 @@ def test_loss_equals_sentence_by_sentence(setting):
         params,
         plan,
         target=corpus.validation.target,
-        vocab_size=1000,
+        vocab_sizes=(1000, 1000),
         devices=DEVICES,
     )
     run = jax.jit(lambda p, s, t: jax.nn.log_softmax(with_parameters(abstract_model(config.model), p)(s, t)))

@@ -142,7 +142,7 @@ def test_a_batch_is_filled_up_with_rows_that_weigh_nothing():
     shapes = devices.batch_shapes(Bucket(5, 7, 25), packed=False)
     assert shapes.src.shape == (3, 16, 5)
     plan = plan_of(config(ONE), 0, encoded=text())
-    batch = devices.place_batch(plan.shape(0), lambda start, stop: plan.rows(0, start, stop), vocab_size=40)
+    batch = devices.place_batch(plan.shape(0), lambda start, stop: plan.rows(0, start, stop), vocab_sizes=(40, 40))
     rows = np.asarray(batch.rows).ravel()
     assert rows.tolist() == list(range(len(rows)))
     src = np.asarray(batch.src).reshape(len(rows), -1)
@@ -152,8 +152,9 @@ def test_a_batch_is_filled_up_with_rows_that_weigh_nothing():
 
 def test_ids_outside_the_vocabulary_are_refused():
     plan = plan_of(config(ONE), 0, encoded=text())
-    with pytest.raises(ValueError, match=r"src: expected ids in \[0, 20\), got 39"):
-        Devices(ONE).place_batch(plan.shape(0), lambda start, stop: plan.rows(0, start, stop), vocab_size=20)
+    for name, sizes in (("src", (20, 40)), ("tgt_in", (40, 20))):
+        with pytest.raises(ValueError, match=rf"{name}: expected ids in \[0, 20\), got 39"):
+            Devices(ONE).place_batch(plan.shape(0), lambda start, stop: plan.rows(0, start, stop), vocab_sizes=sizes)
 
 
 @pytest.mark.parametrize(

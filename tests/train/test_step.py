@@ -47,7 +47,7 @@ def arrays(batch: Batch, *, vocab_size: int = VOCAB) -> Arrays:
     def rows(start: int, stop: int) -> Batch:
         return Batch(src=batch.src[start:stop], tgt_in=batch.tgt_in[start:stop], tgt_out=batch.tgt_out[start:stop])
 
-    return DEVICES.place_batch(batch.shape, rows, vocab_size=vocab_size)
+    return DEVICES.place_batch(batch.shape, rows, vocab_sizes=(vocab_size, vocab_size))
 
 
 def on_host(state):
