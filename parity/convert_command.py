@@ -5,7 +5,7 @@ import dataclasses
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,10 @@ from parity.usage import UsageError
 from transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
+    import numpy as np
     from rich.console import Console
+
+    from parity.convert import Prove
 
 # Only light modules above: `--help` must not wait for jax and torch.
 
@@ -33,7 +36,7 @@ def convert(
     settings: Settings = (),
     verify: bool = True,
     overwrite: bool = False,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int | None = None,
     workers: int | None = None,
 ) -> int:
     """Carry a model's weights into another format, and prove that it computes the same there.
@@ -46,20 +49,16 @@ def convert(
         settings: Fields of our config that a file without a config does not say, such as `--set num_heads=8`.
         verify: Compare the logits of both sides, and of their own classes where these are installed.
         overwrite: Replace what is there.
-        max_shard_bytes: Of a folder: more than so many bytes become several files.
-        workers: Files written side by side; one a core by default.
+        max_shard_bytes: More than so many bytes become several safetensors files and an index, in a folder; by default
+            5 GB in the formats of transformers. In the other formats a folder is Orbax's without this option.
+        workers: Files written side by side; by default one more than there are cores.
     """
     from rich.console import Console
 
     from parity import convert as conversion
-    from parity.weights.formats import FORMATS
 
-    for option, name in (("--from", source_format), ("--to", target_format)):
-        if name is not None and name not in FORMATS:
-            raise UsageError(f"{option}: expected one of {', '.join(FORMATS)}, got {name!r}")
+    _expect_formats({"--from": source_format, "--to": target_format})
     console = Console(width=None if sys.stdout.isatty() else 120)
-    from parity.twins_proof import prove, sinusoids
-
     with _progress(console) as progress:
         done = conversion.convert(
             src,
@@ -67,8 +66,8 @@ def convert(
             source_format=source_format,
             target_format=target_format,
             settings=fields_of(settings),
-            sinusoids=sinusoids,
-            prove=prove if verify else None,
+            sinusoids=_sinusoids,
+            prove=_proof() if verify else None,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
             workers=workers,
@@ -78,15 +77,36 @@ def convert(
     return 0
 
 
+def _expect_formats(given: Mapping[str, str | None]) -> None:
+    from parity.weights.formats import FORMATS
+
+    for option, name in given.items():
+        if name is not None and name not in FORMATS:
+            raise UsageError(f"{option}: expected one of {', '.join(FORMATS)}, got {name!r}")
+
+
+def _sinusoids(config: TransformerConfig, length: int) -> "np.ndarray":
+    from parity.twins_proof import sinusoids  # with jax, which whoever only moves tensors need not wait for
+
+    return sinusoids(config, length)
+
+
+def _proof() -> "Prove":
+    from parity.twins_proof import prove
+
+    return prove
+
+
 def _tell(console: "Console", src: Path, dst: Path, done: Any) -> None:
     read, written = done.read, done.written
     say = _say(console)
     say(f"{src} ({read.format_.name}) -> {dst} ({written.format_.name})")
     say(f"{written.tensors:,} tensors, {written.nbytes:,} bytes")
-    for name, reason in read.ignored.items():
-        say(f"ignored {name}: {reason}")
+    _tell_ignored(say, read.ignored)
     for name, reason in written.changed.items():
         say(f"{name} is otherwise there: {reason}")
+    for note in written.notes:
+        say(f"note: {note}")
     if done.proof is None:
         say("Not verified.")
         return
@@ -94,6 +114,15 @@ def _tell(console: "Console", src: Path, dst: Path, done: Any) -> None:
         say(f"equal: {link}")
     for note in done.proof.notes:
         say(f"note: {note}")
+
+
+def _tell_ignored(say: Callable[[str], None], ignored: Mapping[str, str]) -> None:
+    """A line a reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in ignored.items():
+        names.setdefault(reason, []).append(name)
+    for reason, every in names.items():
+        say(f"ignored {', '.join(every)}: {reason}")
 
 
 def inspect(
@@ -123,8 +152,7 @@ def inspect(
     say("config, where it is not the paper's: " + ", ".join(f"{name}={value}" for name, value in changed.items()))
     if model.search is not None:
         say(f"decoded with {model.search}")
-    for name, reason in model.ignored.items():
-        say(f"ignored {name}: {reason}")
+    _tell_ignored(say, model.ignored)
     table = Table("tensor", "shape", "dtype", "bytes", box=None, pad_edge=False)
     total = 0
     for name in model.stored:
@@ -148,7 +176,8 @@ def formats() -> int:
 
     table = Table("format", "read", "written", "whose", box=None, pad_edge=False)
     for name, format_ in FORMATS.items():
-        table.add_row(name, "yes", "yes" if format_.can_be_written else "no", format_.title)
+        yes = ("no", "yes")
+        table.add_row(name, yes[format_.can_be_read], yes[format_.can_be_written], format_.title)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0
 
