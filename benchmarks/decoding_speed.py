@@ -34,8 +34,11 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from decoding_peers import ctranslate2_folder, transformers_model  # noqa: E402
+from decoding_peers import transformers_model  # noqa: E402
 
+from parity.convert import convert  # noqa: E402
+from parity.twins_proof import prove, sinusoids  # noqa: E402
+from parity.weights.piece_names import piece_names  # noqa: E402
 from parity.weights.twins import twin_mapping  # noqa: E402
 from train.corpus import load_split  # noqa: E402
 from train.evaluate import score  # noqa: E402
@@ -70,8 +73,8 @@ class Ours:
 class Transformers:
     """`generate`, which decodes the batches it is given: in the order of the file, or sorted by length beforehand."""
 
-    def __init__(self, trained: TrainedRun, weights: Any, lines: list[str], batch_size: int, *, by_length: bool):
-        self.model = transformers_model(trained.config.model, weights)
+    def __init__(self, trained: TrainedRun, model: Any, lines: list[str], batch_size: int, *, by_length: bool):
+        self.model = model
         self.trained, self.lines, self.batch_size, self.by_length = trained, lines, batch_size, by_length
 
     def __call__(self) -> list[tuple[str, float]]:
@@ -105,9 +108,19 @@ class Transformers:
 class CTranslate2:
     """`translate_batch`, which sorts by length and leaves out what is done by itself."""
 
-    def __init__(self, trained: TrainedRun, weights: Any, lines: list[str], batch_size: int, folder: Path):
-        ctranslate2_folder(trained.config.model, weights, folder)
+    def __init__(self, trained: TrainedRun, run: Path, lines: list[str], batch_size: int, folder: Path):
+        convert(
+            run,
+            folder,
+            source_format="flax",
+            target_format="ctranslate2",
+            settings={},
+            sinusoids=sinusoids,
+            prove=prove,
+        )
         self.trained, self.lines, self.batch_size = trained, lines, batch_size
+        self.pieces = piece_names(run, trained.tokenizer.size) or ()
+        self.numbers = {piece: number for number, piece in enumerate(self.pieces)}
         self.translator = ctranslate2.Translator(
             str(folder), device="cpu", compute_type="float32", intra_threads=THREADS, inter_threads=1
         )
@@ -115,14 +128,14 @@ class CTranslate2:
     def __call__(self) -> list[tuple[str, float]]:
         """Best translation and score of each line."""
         found = self.translator.translate_batch(
-            [[str(i) for i in ids] for ids in _encoded(self.trained, self.lines)],
+            [[self.pieces[i] for i in ids] for ids in _encoded(self.trained, self.lines)],
             beam_size=BEAM,
             length_penalty=ALPHA,
             max_decoding_length=MAX_LEN,
             max_batch_size=self.batch_size,
             return_scores=True,
         )
-        texts = self.trained.tokenizer.decode([[int(i) for i in each.hypotheses[0]] for each in found])
+        texts = self.trained.tokenizer.decode([[self.numbers[piece] for piece in each.hypotheses[0]] for each in found])
         return [(text, each.scores[0]) for text, each in zip(texts, found, strict=True)]
 
 
@@ -149,13 +162,14 @@ def main() -> None:
     lines = list(text.source)
     weights = twin_mapping(tied=True).inverse().apply({name: np.asarray(a) for name, a in trained.params.items()})
     with tempfile.TemporaryDirectory() as folder:
+        theirs = transformers_model(trained.config.model, weights, Path(folder) / "transformers")
         systems: dict[str, Callable[[], list[tuple[str, float]]]] = {
             "ours, bound": Ours(trained, lines, "bound", max_len_ratio=2.0),
             "ours, by CTranslate2's rule": Ours(trained, lines, "ctranslate2", max_len_ratio=None),
             "ours, by transformers' rule": Ours(trained, lines, "transformers", max_len_ratio=None),
-            "CTranslate2": CTranslate2(trained, weights, lines, arguments.batch_size, Path(folder) / "model"),
-            "transformers, by length": Transformers(trained, weights, lines, arguments.batch_size, by_length=True),
-            "transformers, as the file": Transformers(trained, weights, lines, arguments.batch_size, by_length=False),
+            "CTranslate2": CTranslate2(trained, arguments.run, lines, arguments.batch_size, Path(folder) / "model"),
+            "transformers, by length": Transformers(trained, theirs, lines, arguments.batch_size, by_length=True),
+            "transformers, as the file": Transformers(trained, theirs, lines, arguments.batch_size, by_length=False),
         }
         figures = measure(systems, list(text.target), arguments)
     print(json.dumps(figures, indent=1))

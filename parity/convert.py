@@ -8,10 +8,10 @@ from typing import Any
 from parity.weights.checkpoint import StoreError
 from parity.weights.foreign import Model
 from parity.weights.formats.express import Sinusoids
-from parity.weights.models import MAX_SHARD_BYTES, Written, read_model, write_model
+from parity.weights.models import Written, read_model, write_model
 from parity.weights.sharded import Beside
 
-Prove = Callable[[Path, Model, Path, Model, Mapping[str, str]], Any]
+Prove = Callable[[Path, Model, Path, Model | None, Mapping[str, str]], Any]
 """`twins_proof.prove`, which gives a proof with `passed`, `links` and `notes`."""
 
 
@@ -44,7 +44,7 @@ def convert(
     prove: Prove | None,
     write: Write = write_model,
     overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
     workers: int | None = None,
     progress: Callable[[str, int], None] = lambda name, nbytes: None,
 ) -> Converted:
@@ -68,9 +68,10 @@ def convert(
             )
         except StoreError as error:
             raise StoreError(str(error).replace(str(path), str(dst))) from error
-        proof = None
-        if prove is not None:
-            proof = prove(src, read, path, read_model(path, written.format_.name), written.changed)
+        again = None
+        if prove is not None and written.format_.can_be_read:
+            again = read_model(path, written.format_.name)
+        proof = None if prove is None else prove(src, read, path, again, written.changed)
         if proof is not None and not proof.passed:
             failed = "; ".join(str(link) for link in proof.links if not link.passed)
             raise NotProvenError(f"{dst}: not written, because it would compute something else: {failed}")

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,10 @@ from parity.usage import UsageError
 from transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
+    import numpy as np
     from rich.console import Console
+
+    from parity.convert import Prove, Write
 
 # Only light modules above: `--help` must not wait for jax and torch.
 
@@ -35,7 +38,7 @@ def convert(
     languages: tuple[str, str] | None = None,
     verify: bool = True,
     overwrite: bool = False,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int | None = None,
     workers: int | None = None,
 ) -> int:
     """Carry a model's weights into another format, and prove that it computes the same there.
@@ -51,21 +54,16 @@ def convert(
         languages: Of `--to run`: source and target, for models of many languages, such as `--languages de en`.
         verify: Compare the logits of both sides, and of their own classes where these are installed.
         overwrite: Replace what is there.
-        max_shard_bytes: Of a folder: more than so many bytes become several files.
-        workers: Files written side by side; one a core by default.
+        max_shard_bytes: More than so many bytes become several safetensors files and an index, in a folder; by default
+            5 GB in the formats of transformers. In the other formats a folder is Orbax's without this option.
+        workers: Files written side by side; by default one more than there are cores.
     """
     from rich.console import Console
 
     from parity import convert as conversion
-    from parity.weights.formats import FORMATS
 
-    for option, name, known in (("--from", source_format, [*FORMATS]), ("--to", target_format, [*FORMATS, "run"])):
-        if name is not None and name not in known:
-            raise UsageError(f"{option}: expected one of {', '.join(known)}, got {name!r}")
+    _expect_formats({"--from": source_format, "--to": None if target_format == "run" else target_format})
     console = Console(width=None if sys.stdout.isatty() else 120)
-    from parity.twins_proof import prove, sinusoids
-    from parity.twins_run import Writer
-
     with _progress(console) as progress:
         done = conversion.convert(
             src,
@@ -73,9 +71,9 @@ def convert(
             source_format=source_format,
             target_format=target_format,
             settings=fields_of(settings),
-            sinusoids=sinusoids,
-            prove=prove if verify else None,
-            write=Writer(run_dir=dst, tokenizer=tokenizer, languages=languages),
+            sinusoids=_sinusoids,
+            prove=_proof() if verify else None,
+            write=_writer(src, dst, target_format, tokenizer=tokenizer, languages=languages),
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
             workers=workers,
@@ -85,15 +83,49 @@ def convert(
     return 0
 
 
+def _expect_formats(given: Mapping[str, str | None]) -> None:
+    from parity.weights.formats import FORMATS
+
+    for option, name in given.items():
+        if name is not None and name not in FORMATS:
+            known = [*FORMATS, "run"] if option == "--to" else FORMATS
+            raise UsageError(f"{option}: expected one of {', '.join(known)}, got {name!r}")
+
+
+def _sinusoids(config: TransformerConfig, length: int) -> "np.ndarray":
+    from parity.twins_proof import sinusoids  # with jax, which whoever only moves tensors need not wait for
+
+    return sinusoids(config, length)
+
+
+def _proof() -> "Prove":
+    from parity.twins_proof import prove
+
+    return prove
+
+
+def _writer(
+    src: Path, dst: Path, target_format: str, *, tokenizer: Path | None, languages: tuple[str, str] | None
+) -> "Write":
+    from parity.weights.models import is_run, write_model
+
+    if target_format != "run" and not is_run(src) and (tokenizer, languages) == (None, None):
+        return write_model
+    from parity.twins_run import Writer
+
+    return Writer(run_dir=dst, tokenizer=tokenizer, languages=languages)
+
+
 def _tell(console: "Console", src: Path, dst: Path, done: Any) -> None:
     read, written = done.read, done.written
     say = _say(console)
     say(f"{src} ({read.format_.name}) -> {dst} ({written.format_.name})")
     say(f"{written.tensors:,} tensors, {written.nbytes:,} bytes")
-    for name, reason in read.ignored.items():
-        say(f"ignored {name}: {reason}")
+    _tell_ignored(say, read.ignored)
     for name, reason in written.changed.items():
         say(f"{name} is otherwise there: {reason}")
+    for note in written.notes:
+        say(f"note: {note}")
     if done.proof is None:
         say("Not verified.")
         return
@@ -101,6 +133,15 @@ def _tell(console: "Console", src: Path, dst: Path, done: Any) -> None:
         say(f"equal: {link}")
     for note in done.proof.notes:
         say(f"note: {note}")
+
+
+def _tell_ignored(say: Callable[[str], None], ignored: Mapping[str, str]) -> None:
+    """A line a reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in ignored.items():
+        names.setdefault(reason, []).append(name)
+    for reason, every in names.items():
+        say(f"ignored {', '.join(every)}: {reason}")
 
 
 def inspect(
@@ -130,8 +171,7 @@ def inspect(
     say("config, where it is not the paper's: " + ", ".join(f"{name}={value}" for name, value in changed.items()))
     if model.search is not None:
         say(f"decoded with {model.search}")
-    for name, reason in model.ignored.items():
-        say(f"ignored {name}: {reason}")
+    _tell_ignored(say, model.ignored)
     table = Table("tensor", "shape", "dtype", "bytes", box=None, pad_edge=False)
     total = 0
     for name in model.stored:
@@ -155,7 +195,9 @@ def formats() -> int:
 
     table = Table("format", "read", "written", "whose", box=None, pad_edge=False)
     for name, format_ in FORMATS.items():
-        table.add_row(name, "yes", "yes" if format_.can_be_written else "no", format_.title)
+        yes = ("no", "yes")
+        table.add_row(name, yes[format_.can_be_read], yes[format_.can_be_written], format_.title)
+    table.add_row("run", "yes", "yes", "a run of `python -m train`, with its tokenizer; read as flax")
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0
 

@@ -2,7 +2,7 @@
 
 The source's own class, our Flax twin with what was read of the source, our Flax twin with what is read back of the
 target, and the target's own class: in float64, where equal mathematics agree to 1e-12, and in float32, by how far each
-is from the float64 answer.
+is from the float64 answer. CTranslate2 has no float64 and gives no logits: its log-probabilities are compared.
 """
 
 import dataclasses
@@ -16,9 +16,10 @@ import numpy as np
 import flax_transformer.embedding as flax_embedding
 from flax_transformer.parameters import abstract_model, with_parameters
 from parity.compare import norm, relative_error
-from parity.tolerances import FLOAT32, FLOAT64_RELATIVE
+from parity.tolerances import CTRANSLATE2, FLOAT32, FLOAT64_RELATIVE
 from parity.twins import in_precision, random_batch
 from parity.weights.classes import Precision, has_class, logits_of_the_class
+from parity.weights.ctranslate2_export import log_probabilities
 from parity.weights.foreign import Model
 from parity.weights.lazy import Converted
 from parity.weights.twins import twin_mapping
@@ -28,7 +29,10 @@ ROUNDED_TABLE = 1e-4
 """Of logits with positions in a table rounded to float32, from those with positions in float64. At position p an angle
 computed in float32 is off by p·2⁻²⁴."""
 SOURCE, TARGET = "the source's own class", "the target's own class"
+TRANSLATOR = "CTranslate2"
 READ, WRITTEN = "our twin with the source's weights", "our twin with the target's weights"
+Logits = Callable[[Precision], np.ndarray]
+"""Of the real places of a batch: (places, tgt_vocab)."""
 
 
 def sinusoids(config: TransformerConfig, length: int) -> np.ndarray:
@@ -65,10 +69,32 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NarrowLink:
+    """Log-probabilities in float32, of a computation that has nothing wider."""
+
+    first: str
+    second: str
+    float32: tuple[float, float]
+    """Relative distance of each from the float64 answer of the first."""
+
+    @property
+    def passed(self) -> bool:
+        """As good a float32 as the first."""
+        first, second = self.float32
+        return second <= max(CTRANSLATE2.ratio * first, CTRANSLATE2.floor)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.first} and {self.second}: log-probabilities in float32 {self.float32[0]:.1e} and "
+            f"{self.float32[1]:.1e} from those of the first in float64"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Proof:
     """All links that could be made."""
 
-    links: tuple[Link, ...]
+    links: tuple[Link | NarrowLink, ...]
     notes: tuple[str, ...] = ()
     """What was not compared, and why."""
 
@@ -79,39 +105,55 @@ class Proof:
 
 
 def prove(
-    source: Path, read: Model, target: Path, written: Model, changed: Mapping[str, str], *, seed: int = 0
+    source: Path, read: Model, target: Path, written: Model | None, changed: Mapping[str, str], *, seed: int = 0
 ) -> Proof:
-    """Compares the logits of a padded batch of random ids."""
+    """Compares the logits of a padded batch of random ids. `written` is None for CTranslate2, whose logits they are."""
     batch = random_batch(read.config, seed=seed)
-    if "positions_skip_padding" not in changed:
+    if written is not None and "positions_skip_padding" not in changed:
         batch["src"][1] = np.roll(batch["src"][1], int((batch["src"][1] == read.config.pad_id).sum()))
     real = batch["tgt_out"] != read.config.pad_id
-
-    def of_class(folder: Path, config: TransformerConfig) -> Callable[[Precision], np.ndarray]:
-        def logits(precision: Precision) -> np.ndarray:
-            found = logits_of_the_class(
-                folder, batch["src"], batch["tgt_in"], precision=precision, pad_id=config.pad_id
-            )
-            return found[real]
-
-        return logits
-
-    ways = {READ: _twin(read, batch, real), WRITTEN: _twin(written, batch, real)}
-    notes = []
-    chain = [READ, WRITTEN]
-    for at_start, path, model, name in ((True, source, read, SOURCE), (False, target, written, TARGET)):
+    ways = {READ: _twin(read, batch, real)}
+    ends = [(SOURCE, source, read)]
+    if written is not None:
+        ways[WRITTEN] = _twin(written, batch, real)
+        ends.append((TARGET, target, written))
+    chain, notes = list(ways), []
+    for name, path, model in ends:
         kind = model.format_.name
         if has_class(kind):
-            ways[name] = of_class(path, model.config)
-            chain = [name, *chain] if at_start else [*chain, name]
+            ways[name] = _class(path, model, batch, real)
+            chain = [name, *chain] if name == SOURCE else [*chain, name]
         elif kind not in ("torch-reference", "flax"):
             notes.append(f"{kind}: its own class is not installed, or it has none: our reading of it was not compared")
     found = {name: {precision: ways[name](precision) for precision in ("float64", "float32")} for name in chain}
-    links = tuple(
+    links: list[Link | NarrowLink] = [
         _link(first, second, found[first], found[second], rounded="positions" in changed)
         for first, second in itertools.pairwise(chain)
-    )
-    return Proof(links=links, notes=tuple(notes))
+    ]
+    if written is None:
+        chosen = batch["tgt_out"][real]
+        ours = {precision: _log_probabilities(logits, chosen) for precision, logits in found[READ].items()}
+        theirs = log_probabilities(target, read.config, batch["src"], batch["tgt_out"])
+        answer = ours["float64"]
+        distances = (_distance(ours["float32"], answer), _distance(theirs, answer))
+        links.append(NarrowLink(first=READ, second=TRANSLATOR, float32=distances))
+    return Proof(links=tuple(links), notes=tuple(notes))
+
+
+def _class(path: Path, model: Model, batch: Mapping[str, np.ndarray], real: np.ndarray) -> Logits:
+    def logits(precision: Precision) -> np.ndarray:
+        found = logits_of_the_class(
+            path, batch["src"], batch["tgt_in"], precision=precision, pad_id=model.config.pad_id
+        )
+        return found[real]
+
+    return logits
+
+
+def _log_probabilities(logits: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Of the chosen piece of each row, in the logits' precision."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted[np.arange(len(chosen)), chosen] - np.log(np.exp(shifted).sum(axis=-1))
 
 
 def _link(
@@ -131,7 +173,7 @@ def _distance(got: np.ndarray, answer: np.ndarray) -> float:
     return norm(got.astype(np.float64) - answer) / norm(answer)
 
 
-def _twin(model: Model, batch: Mapping[str, np.ndarray], real: np.ndarray) -> Callable[[Precision], np.ndarray]:
+def _twin(model: Model, batch: Mapping[str, np.ndarray], real: np.ndarray) -> Logits:
     def logits(precision: Precision) -> np.ndarray:
         config = in_precision(model.config, precision)
         mapping = twin_mapping(tied=config.tie_embeddings == "all")

@@ -1,10 +1,12 @@
 """What a file of weights holds, whatever its format."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import ml_dtypes  # noqa: F401  (teaches numpy the name "bfloat16")
 import numpy as np
+
+from parity.weights.problems import TensorSpec, spec_of
 
 
 class StoreError(ValueError):
@@ -29,10 +31,30 @@ class Checkpoint:
             if alias in self.tensors or name not in self.tensors:
                 raise ValueError(f"expected alias {alias!r} to be a second name of a tensor, got {name!r}")
 
-    def with_aliases(self) -> dict[str, np.ndarray]:
-        """Every name, aliases too, as in torch's state dict: an alias gives the same array as its tensor."""
-        every = dict(self.tensors)
-        return every | {alias: every[name] for alias, name in self.aliases.items()}
+    def with_aliases(self) -> Mapping[str, np.ndarray]:
+        """Every name, aliases too, as in torch's state dict: an alias gives its tensor. As lazy as `tensors`."""
+        return _WithAliases(self)
+
+
+class _WithAliases(Mapping[str, np.ndarray]):
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._tensors = checkpoint.tensors
+        self._names = dict(zip(checkpoint.tensors, checkpoint.tensors, strict=True)) | dict(checkpoint.aliases)
+
+    def spec(self, name: str) -> TensorSpec:
+        return spec_of(self._tensors, self._names[name])
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._tensors[self._names[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def native(array: np.ndarray) -> np.ndarray:

@@ -4,14 +4,16 @@ CTranslate2 is given token strings, which here are the pieces of the vocabulary.
 calls it puts the end at the end.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from parity.weights.checkpoint import StoreError
+from parity.weights.formats import FORMATS
 from parity.weights.formats.express import Sinusoids
-from parity.weights.formats.fields import FieldError
 from transformer_config import TransformerConfig
 
 Weights = Mapping[str, np.ndarray]
@@ -22,28 +24,21 @@ _FEWEST_POSITIONS = 512
 """Rows of the table, where ours could be computed on."""
 
 
-def expect_expressible(config: TransformerConfig) -> None:
-    """Raises FieldError that names every field that CTranslate2 does not have."""
-    usual = {"norm_formula": "variance", "final_norm": "if_pre", "window": None, "interpolated_len": None}
-    odd = [
-        f"{name}={getattr(config, name)!r}, where it has {expected!r}"
-        for name, expected in usual.items()
-        if getattr(config, name) != expected
-    ]
-    if odd:
-        raise FieldError(f"ctranslate2: expected a model that it can express, got {'; '.join(odd)}")
-
-
 def write_ctranslate2(
     folder: Path, config: TransformerConfig, weights: Weights, *, pieces: Sequence[str], sinusoids: Sinusoids
 ) -> None:
-    """Writes the folder. `pieces` name the ids of both vocabularies.
+    """Writes the folder, in float32. `pieces` name the ids of both vocabularies.
 
-    Raises FieldError for what CTranslate2 cannot express, ImportError where it is not installed.
+    Raises FieldError for what CTranslate2 cannot express, StoreError where it is not installed.
     """
-    from ctranslate2.specs import common_spec, transformer_spec
-
-    expect_expressible(config)
+    FORMATS["ctranslate2"].write(config)
+    try:
+        from ctranslate2.specs import common_spec, transformer_spec
+    except ImportError as error:
+        raise StoreError(
+            f"ctranslate2: expected it to be installed, which writes its files (pip install ctranslate2), got {error}"
+        ) from error
+    weights = _InFloat32(weights)
     spec = transformer_spec.TransformerSpec.from_config(
         (config.num_encoder_layers, config.num_decoder_layers),
         config.num_heads,
@@ -53,7 +48,7 @@ def write_ctranslate2(
     write = _Writer(weights, config)
     tied = config.tie_embeddings == "all"
     spec.encoder.embeddings[0].weight = weights["src_embedding.weight"]
-    spec.decoder.embeddings.weight = weights["src_embedding.weight" if tied else "tgt_embedding.weight"]
+    spec.decoder.embeddings.weight = spec.encoder.embeddings[0].weight if tied else weights["tgt_embedding.weight"]
     for stack, side in (("encoder", "src"), ("decoder", "tgt")):
         of_stack = getattr(spec, stack)
         of_stack.scale_embeddings = config.d_model**0.5 if config.embedding_scale else 1.0
@@ -71,6 +66,45 @@ def write_ctranslate2(
     spec.validate()
     folder.mkdir(parents=True, exist_ok=True)
     spec.save(str(folder))
+
+
+def log_probabilities(folder: Path, config: TransformerConfig, src: np.ndarray, tgt: np.ndarray) -> np.ndarray:
+    """What the folder's `Translator` gives each piece of `tgt`, ends included, row after row without padding.
+
+    (pieces,), float32. Both are ids, padded on the right. Raises ImportError where CTranslate2 is not installed.
+    """
+    import ctranslate2
+
+    translator = ctranslate2.Translator(str(folder), device="cpu", compute_type="float32")
+    sources, targets = _in_words(folder, "source", src, config.pad_id), _in_words(folder, "target", tgt, config.pad_id)
+    scored = translator.score_batch(sources, [target[:-1] for target in targets])  # it ends them by itself
+    return np.concatenate([np.array(each.log_probs, np.float32) for each in scored])
+
+
+def _in_words(folder: Path, side: str, rows: np.ndarray, pad_id: int) -> list[list[str]]:
+    shared = folder / "shared_vocabulary.json"
+    file = shared if shared.is_file() else folder / f"{side}_vocabulary.json"
+    pieces = json.loads(file.read_text(encoding="utf-8"))
+    return [[pieces[number] for number in row if number != pad_id] for row in rows.tolist()]
+
+
+class _InFloat32(Mapping[str, np.ndarray]):
+    """CTranslate2 has neither float64 nor numpy's bfloat16; to narrower types it converts when it loads."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return np.ascontiguousarray(self._weights[name], np.float32)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
 class _Writer:

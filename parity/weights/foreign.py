@@ -56,7 +56,7 @@ def read_folder(folder: Path) -> Model:
     fields = Fields(values, file=str(file), defaults=DEFAULTS[kind])
     config = format_.read(fields)
     checkpoint = read_weights(weights_file(folder))
-    named = Joined(checkpoint.tensors, {alias: checkpoint.tensors[name] for alias, name in checkpoint.aliases.items()})
+    named = checkpoint.with_aliases()
     computed = {name: array for name, array in format_.computed(config).items() if name not in named}
     try:
         weights = Converted(format_.mapping(config), Joined(named, computed))

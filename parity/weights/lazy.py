@@ -17,11 +17,16 @@ class Converted(Mapping[str, np.ndarray]):
 
     def __init__(self, mapping: WeightMapping, tensors: Mapping[str, np.ndarray], *, kind: Kind = "value") -> None:
         self._tensors, self._kind = tensors, kind
-        self._steps: dict[str, Step] = {name: step for step in mapping.plan(tensors) for name in step.given}
+        parts = [part for step in mapping.plan(tensors) for part in step.parts()]
+        self._steps: dict[str, Step] = {name: part for part in parts for name in part.given}
 
     def source(self, name: str) -> str:
         """The tensor that a tensor is made from, or the first of several."""
         return self._steps[name].sources[0]
+
+    def dtype(self, name: str) -> np.dtype:
+        """Of a tensor: operations only move elements."""
+        return spec_of(self._tensors, self.source(name)).dtype
 
     def nbytes(self, name: str) -> int:
         """Bytes of a tensor, out of the shapes of what it is made from: operations only move elements."""
@@ -31,6 +36,9 @@ class Converted(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._steps[name].apply(self._tensors, kind=self._kind)[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._steps
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._steps)
@@ -54,6 +62,9 @@ class Joined(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._places[name][name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -79,6 +90,9 @@ class Overlay(Mapping[str, np.ndarray]):
         if name not in self._names:
             raise KeyError(name)
         return self._more[name] if name in self._more else self._base[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

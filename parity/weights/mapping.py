@@ -6,14 +6,14 @@ error that names all keys at once, never a warning (a model half of which stays 
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 import numpy as np
 
 from parity.weights.patterns import Bindings, Index, Pattern, expand_choices
 from parity.weights.problems import Candidates, HasSpec, MappingError, TensorSpec, compare_specs, quote, spec_of
-from parity.weights.rules import Kind, Op, bits_equal
+from parity.weights.rules import Kind, Leafwise, Op, bits_equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +88,20 @@ class Step:
     def given(self) -> tuple[str, ...]:
         """Every name this step fills: the targets, then their aliases."""
         return self.targets + tuple(alias for alias, _ in self.target_aliases)
+
+    def parts(self) -> Iterator["Step"]:
+        """A step a tensor where the operations take each by itself, so that none is read for another's sake."""
+        if len(self.targets) == 1 or not all(isinstance(op, Leafwise) for op in self.ops):
+            yield self
+            return
+        for source, target in zip(self.sources, self.targets, strict=True):
+            yield Step(
+                sources=(source,),
+                targets=(target,),
+                ops=self.ops,
+                source_aliases=tuple(pair for pair in self.source_aliases if pair[1] == source),
+                target_aliases=tuple(pair for pair in self.target_aliases if pair[1] == target),
+            )
 
     def apply(self, tensors: Mapping[str, np.ndarray], *, kind: Kind = "value") -> dict[str, np.ndarray]:
         """Target names -> arrays, aliases included (the same array again). Reads only this step's tensors.

@@ -1,6 +1,7 @@
 """Models in files: which format they have, what they are, and how they are written in another one."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -9,14 +10,17 @@ from typing import Any
 import numpy as np
 
 from parity.weights.checkpoint import Checkpoint, StoreError
+from parity.weights.ctranslate2_export import write_ctranslate2
 from parity.weights.fairseq_files import is_fairseq, read_fairseq
 from parity.weights.foreign import DEFAULTS, Model, read_folder, read_json
 from parity.weights.formats import FORMATS, FieldError, Fields, StateDict
-from parity.weights.formats.express import Sinusoids, express
+from parity.weights.formats.ctranslate2 import CTranslate2
+from parity.weights.formats.express import Expressed, Sinusoids, express
 from parity.weights.formats.format import Format
 from parity.weights.formats.generation import write_generation
 from parity.weights.lazy import Converted, Overlay
-from parity.weights.problems import MappingError
+from parity.weights.piece_names import piece_names
+from parity.weights.problems import MappingError, TensorSpec, spec_of
 from parity.weights.sharded import write_shards
 from parity.weights.store import read_tensors, write_tensors
 from parity.weights.twins import reference_shapes
@@ -31,6 +35,8 @@ def detect(path: Path) -> str:
     """The name of the format. Raises FieldError or StoreError that says what was looked for."""
     if is_run(path):
         return "flax"
+    if (path / "config.json").is_file() and (path / "model.bin").is_file():
+        return "ctranslate2"
     if (path / "config.json").is_file():
         kind = read_json(path / "config.json").get("model_type")
         if kind not in DEFAULTS:
@@ -38,7 +44,7 @@ def detect(path: Path) -> str:
         return str(kind)
     if path.is_file() and path.suffix in (".pt", ".pth") and is_fairseq(path):
         return "fairseq"
-    names = read_tensors(path).with_aliases().keys()
+    names = read_tensors(path, mapped=True).with_aliases().keys()
     fitting = [name for name, format_ in FORMATS.items() if isinstance(format_, StateDict) and format_.takes(names)]
     if len(fitting) != 1:
         among = ", ".join(fitting) or "none"
@@ -52,7 +58,8 @@ def is_run(path: Path) -> bool:
 
 
 def newest_params(run: Path) -> Path:
-    """The parameters in the newest checkpoint of a training run: `<run>/checkpoints/<step>/params`.
+    """What `train translate` decodes with: in the newest checkpoint of a training run, `<run>/checkpoints/<step>`, the
+    moving average `ema` if there is one, or `params`.
 
     Raises FileNotFoundError if there is none.
     """
@@ -60,7 +67,8 @@ def newest_params(run: Path) -> Path:
     steps = [int(folder.name) for folder in (run / "checkpoints").iterdir() if folder.name.isdecimal()]
     if not steps:
         raise FileNotFoundError(f"{run / 'checkpoints'}: expected a finished checkpoint, found none")
-    return run / "checkpoints" / str(max(steps)) / "params"
+    newest = run / "checkpoints" / str(max(steps))
+    return newest / ("ema" if (newest / "ema").is_dir() else "params")
 
 
 def read_model(path: Path, format_name: str | None = None, settings: Mapping[str, Any] | None = None) -> Model:
@@ -69,6 +77,8 @@ def read_model(path: Path, format_name: str | None = None, settings: Mapping[str
     Raises FileNotFoundError, FieldError, StoreError or MappingError that names the file.
     """
     format_ = FORMATS[format_name or detect(path)]
+    if not format_.can_be_read:
+        raise FieldError(f"{path}: expected a format that can be read, got {format_.name}, which is only written")
     if not isinstance(format_, StateDict):
         if settings:
             raise FieldError(f"{path}: expected no fields besides those of its config.json, got {', '.join(settings)}")
@@ -81,7 +91,7 @@ def read_model(path: Path, format_name: str | None = None, settings: Mapping[str
 
 def _read_state_dict(path: Path, format_: StateDict, settings: Mapping[str, Any]) -> Model:
     of_run = is_run(path)
-    checkpoint = read_tensors(newest_params(path) if of_run else path)
+    checkpoint = read_tensors(newest_params(path) if of_run else path, mapped=True)
     text = checkpoint.metadata.get(CONFIG)
     if of_run:
         measured = format_.measure(checkpoint)  # its vocabulary is the tokenizer's, which the config does not know
@@ -90,10 +100,13 @@ def _read_state_dict(path: Path, format_: StateDict, settings: Mapping[str, Any]
     else:
         values = json.loads(text) if text is not None else format_.measure(checkpoint)
     config = format_.read(Fields({**values, **settings}, file=str(path)))
+    mapping = format_.mapping(config)
+    # What the mapping and the file both say to be one tensor need not be read twice and compared.
+    known = [alias for alias, name in checkpoint.aliases.items() if mapping.source_aliases.get(alias) == name]
     stored = checkpoint.with_aliases()
     search = _search_of_run(read_json(path / "config.json")) if of_run else None
     try:
-        weights = Converted(format_.mapping(config), stored)
+        weights = Converted(mapping, Overlay(stored, without=known, more={}))
     except MappingError as error:
         raise MappingError([f"{path}: {problem}" for problem in error.problems]) from error
     return Model(format_=format_, config=config, weights=weights, stored=stored, search=search)
@@ -132,6 +145,13 @@ class WholeTensors(Mapping[str, np.ndarray]):
     def __init__(self, path: Path, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._path, self._tensors, self._shapes = path, tensors, shapes
 
+    def spec(self, name: str) -> TensorSpec:
+        """The shape that it has to have, and the dtype that it has; read only where nothing else says so."""
+        tensors = self._tensors
+        if name in self._shapes and isinstance(tensors, Converted):
+            return TensorSpec(self._shapes[name], tensors.dtype(name))
+        return spec_of(tensors, name)
+
     def __getitem__(self, name: str) -> np.ndarray:
         array = self._tensors[name]
         expected = self._shapes.get(name, array.shape)
@@ -141,6 +161,9 @@ class WholeTensors(Mapping[str, np.ndarray]):
         if array.dtype.kind in "fV" and array.size and np.isnan(np.asarray(array.min(), np.float64)):
             raise StoreError(f"{self._path}: expected numbers in our {name!r}, got NaN")
         return array
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -155,11 +178,13 @@ class Written:
 
     format_: Format
     config: TransformerConfig
-    """As it is read back."""
+    """As it is read back, where it can be read."""
     tensors: int
     nbytes: int
     changed: Mapping[str, str]
     """Fields that are otherwise in this format, with the reason why that does no harm."""
+    notes: tuple[str, ...] = ()
+    """What else there is to say."""
 
 
 def write_model(
@@ -169,42 +194,76 @@ def write_model(
     *,
     source: Path,
     sinusoids: Sinusoids,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
     workers: int | None = None,
     progress: Callable[[str, int], None] = lambda name, nbytes: None,
 ) -> Written:
     """Writes the model, which was read from `source`, in another format, to a path where nothing is yet.
 
-    Raises FieldError for a model that the format cannot express, StoreError for damaged tensors.
+    With `max_shard_bytes` a path without a suffix becomes a folder of safetensors, more than so many bytes in several
+    files with an index; the formats of transformers always are such folders. CTranslate2 takes the names of pieces
+    from a tokenizer beside the source.
+
+    Raises FieldError for a model that the format cannot express, StoreError for damaged tensors, for shards of a path
+    with a suffix, or where CTranslate2 is to be written and not installed.
     """
     format_ = FORMATS[format_name]
     if not format_.can_be_written:
         raise FieldError(f"{format_name}: expected a format that can be written, got one that is only read")
-    whole = WholeTensors(source, model.weights, reference_shapes(model.config))
-    expressed = express(format_, model.config, whole, sinusoids=sinusoids)
-    out = Converted(format_.mapping(expressed.config).inverse(), expressed.weights)
-    aliases = format_.mapping(expressed.config).source_aliases
-    left_out = set(aliases) | _computed_there(format_, expressed.config, out, exact=model.config.has_position_table)
-    tensors = Overlay(out, without=left_out, more={})
-    sizes = {name: out.nbytes(name) for name in tensors}
-    if isinstance(format_, StateDict):
-        metadata = {CONFIG: json.dumps(expressed.config.to_dict())}
-        named = {alias: name for alias, name in aliases.items() if name in tensors}
-        write_tensors(path, Checkpoint(tensors=tensors, aliases=named, metadata=metadata))
-    else:
-        path.mkdir()
-        write_shards(
-            path, tensors, nbytes=sizes.__getitem__, max_bytes=max_shard_bytes, workers=workers, progress=progress
+    expressed, tensors, sizes = _in_its_words(format_, model, source=source, sinusoids=sinusoids)
+    shards = functools.partial(
+        write_shards, path, tensors, nbytes=sizes.__getitem__, workers=workers, progress=progress
+    )
+    notes: tuple[str, ...] = ()
+    if isinstance(format_, CTranslate2):
+        notes = _write_translator(path, expressed, tensors, source=source, sinusoids=sinusoids)
+    elif isinstance(format_, StateDict):
+        aliases = format_.mapping(expressed.config).source_aliases
+        checkpoint = Checkpoint(
+            tensors=tensors,
+            aliases={alias: name for alias, name in aliases.items() if name in tensors},
+            metadata={CONFIG: json.dumps(expressed.config.to_dict())},
         )
+        if max_shard_bytes is None:
+            write_tensors(path, checkpoint)
+        else:
+            _expect_folder(path)
+            shards(max_bytes=max_shard_bytes, aliases=checkpoint.aliases, metadata=checkpoint.metadata)
+    else:
+        shards(max_bytes=MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes)
         _write_json(path / "config.json", expressed.values)
         _write_json(path / "generation_config.json", write_generation(model.search, expressed.config))
-    return Written(
-        format_=format_,
-        config=expressed.config,
-        tensors=len(tensors),
-        nbytes=sum(sizes.values()),
-        changed=expressed.changed,
-    )
+    facts = {"tensors": len(tensors), "nbytes": sum(sizes.values())}
+    return Written(format_=format_, config=expressed.config, changed=expressed.changed, notes=notes, **facts)
+
+
+def _expect_folder(path: Path) -> None:
+    if path.suffix:
+        raise StoreError(f"{path}: expected a name without a suffix, for a folder of shards, got {path.suffix!r}")
+
+
+def _in_its_words(
+    format_: Format, model: Model, *, source: Path, sinusoids: Sinusoids
+) -> tuple[Expressed, Mapping[str, np.ndarray], dict[str, int]]:
+    """The model in a format, the tensors of its files by their names there, and their bytes."""
+    whole = WholeTensors(source, model.weights, reference_shapes(model.config))
+    expressed = express(format_, model.config, whole, sinusoids=sinusoids)
+    mapping = format_.mapping(expressed.config)
+    out = Converted(mapping.inverse(), expressed.weights)
+    computed = _computed_there(format_, expressed.config, out, exact=model.config.has_position_table)
+    tensors = Overlay(out, without={*mapping.source_aliases, *computed}, more={})
+    return expressed, tensors, {name: out.nbytes(name) for name in tensors}
+
+
+def _write_translator(
+    path: Path, expressed: Expressed, tensors: Mapping[str, np.ndarray], *, source: Path, sinusoids: Sinusoids
+) -> tuple[str, ...]:
+    """For CTranslate2; what there is to say of it."""
+    count = max(expressed.config.src_vocab_size, expressed.config.tgt_vocab_size)
+    pieces = piece_names(source, count)
+    names = [str(number) for number in range(count)] if pieces is None else pieces
+    write_ctranslate2(path, expressed.config, tensors, pieces=names, sinusoids=sinusoids)
+    return () if pieces else ("pieces are named by their ids: no tokenizer.json or vocab.json names them all",)
 
 
 def _computed_there(

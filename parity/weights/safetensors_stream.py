@@ -6,6 +6,7 @@ end in blanks. Each tensor's SHA-256 is noted in it, and checked by our reader.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -86,6 +87,8 @@ class SafetensorsStream:
         with self._file:
             if kind is None:
                 self._write_header()
+                self._file.flush()
+                os.fsync(self._file.fileno())  # here, while other files are still being computed
 
     def _write_header(self) -> None:
         text = {"__metadata__": {**self._metadata, HASHES: json.dumps(self._hashes)}}

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -19,6 +20,11 @@ from parity.weights.store_torch import read_torch
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _NAMES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether `weights_file` finds any."""
+    return any((folder / name).is_file() for name in _NAMES)
 
 
 def weights_file(folder: Path) -> Path:
@@ -53,7 +59,18 @@ def read_weights(file: Path) -> Checkpoint:
             odd = sorted(here ^ (part.tensors.keys() | part.aliases.keys()))
             raise StoreError(f"{file}: expected {name} to hold what the index says, got a difference in {odd[0]!r}")
     aliases = {alias: tensor for part in parts.values() for alias, tensor in part.aliases.items()}
-    return Checkpoint(tensors=Joined(*(part.tensors for part in parts.values())), aliases=aliases)
+    return Checkpoint(
+        tensors=Joined(*(part.tensors for part in parts.values())), aliases=aliases, metadata=_metadata(file, parts)
+    )
+
+
+def _metadata(file: Path, parts: Mapping[str, Checkpoint]) -> dict[str, str]:
+    every: dict[str, str] = {}
+    for name, part in parts.items():
+        for key, text in part.metadata.items():
+            if every.setdefault(key, text) != text:
+                raise StoreError(f"{file}: expected the same {key!r} in every file, got another in {name}")
+    return every
 
 
 def _read(file: Path) -> Checkpoint:
@@ -66,32 +83,39 @@ def write_shards(
     *,
     nbytes: Callable[[str], int],
     max_bytes: int,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+    metadata: Mapping[str, str] = MappingProxyType({}),
     workers: int | None = None,
     progress: Callable[[str, int], None] = lambda name, nbytes: None,
 ) -> list[Path]:
-    """Writes into an existing folder one file, or shards of at most so many bytes and their index; returns them.
+    """Writes into a folder, which is made, one file, or shards of at most so many bytes and their index; returns them.
 
     Several shards are written side by side. `nbytes` says how large a tensor will be; `progress` is told of each that
-    is written, from any thread. A tensor that is larger has a shard of its own.
+    is written, from any thread. A tensor that is larger has a shard of its own. `aliases` are noted beside their
+    tensors, `metadata` in every file.
     """
+    folder.mkdir(exist_ok=True)
     shards = _planned(list(tensors), nbytes, max_bytes)
     names = [WHOLE]
     if len(shards) > 1:
         names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
 
     def write(name: str, shard: Sequence[str]) -> None:
-        with SafetensorsStream(folder / name, shard, {"format": "pt"}) as stream:
+        here = {alias: tensor for alias, tensor in aliases.items() if tensor in shard}
+        with SafetensorsStream(folder / name, shard, {"format": "pt", **metadata, **here}) as stream:
             for tensor in shard:
                 array = tensors[tensor]
                 stream.add(tensor, array)
                 progress(tensor, array.nbytes)
 
-    with ThreadPoolExecutor(workers or min(len(shards), os.cpu_count() or 1)) as pool:
+    # One more than there are cores, because one waits for the disk.
+    with ThreadPoolExecutor(workers or min(len(shards), 1 + (os.cpu_count() or 1))) as pool:
         for written in [pool.submit(write, *pair) for pair in zip(names, shards, strict=True)]:
             written.result()
     files = [folder / name for name in names]
     if len(shards) > 1:
         places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        places |= {alias: places[tensor] for alias, tensor in aliases.items()}
         total = sum(nbytes(tensor) for tensor in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

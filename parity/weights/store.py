@@ -1,4 +1,4 @@
-"""Weights in files: safetensors, torch's `.pt`, Orbax directories. Bits survive all three, bfloat16's and NaN's too.
+"""Weights in files: safetensors (one, or shards), torch's `.pt`, Orbax. Bits survive, bfloat16's and NaN's too.
 
 A file is written beside its target and renamed when it is whole: whoever looks sees the old one or the new one, and a
 failure leaves nothing behind.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from parity.weights.checkpoint import Checkpoint, StoreError
+from parity.weights.sharded import has_weights, read_weights, weights_file
 from parity.weights.store_orbax import read_orbax, write_orbax
 from parity.weights.store_safetensors import read_safetensors, write_safetensors
 from parity.weights.store_torch import read_torch, write_torch
@@ -29,20 +30,23 @@ _WRITERS: dict[str, Callable[[Path, Checkpoint], None]] = {
 }
 
 
-def read_tensors(path: Path | str) -> Checkpoint:
-    """The weights in `path`: a directory is Orbax's, a file is known by its suffix. Only safetensors is read lazily.
+def read_tensors(path: Path | str, *, mapped: bool = False) -> Checkpoint:
+    """The weights in `path`: a file is known by its suffix, a directory is Orbax's, or holds shards and their index.
+
+    Only safetensors is read lazily. Its tensors are copies, and of shards, or with `mapped`, the file itself, mapped
+    into memory and not to be written to.
 
     Raises FileNotFoundError, or StoreError that names the file (and tensor) where something is not a tensor, has a
     dtype without a numpy counterpart, is truncated, or is a pickle that would run code.
     """
     path = Path(path)
     if path.is_dir():
-        return read_orbax(path)
+        return read_weights(weights_file(path)) if has_weights(path) else read_orbax(path)
     if not path.exists():
         raise FileNotFoundError(f"expected a file or directory of weights, got {path}, which does not exist")
     if path.suffix not in _READERS:
         raise StoreError(f"{path}: expected {', '.join(_READERS)} or an Orbax directory, got suffix {path.suffix!r}")
-    return _READERS[path.suffix](path)
+    return read_safetensors(path, mapped=mapped) if path.suffix == ".safetensors" else _READERS[path.suffix](path)
 
 
 def write_tensors(path: Path | str, checkpoint: Checkpoint) -> None:

@@ -19,7 +19,7 @@ class LazyTensors(Mapping[str, np.ndarray]):
     """The tensors of one safetensors file; each is read when asked for, and not kept.
 
     Where the file has their hashes (ours do) a tensor with other bytes raises StoreError. With `mapped` a tensor is the
-    file itself, mapped into memory and not to be written to; otherwise a copy.
+    file itself, mapped into memory and not to be written to, and checked once; otherwise a copy, of which each is.
     """
 
     def __init__(self, path: Path, *, mapped: bool = False) -> None:
@@ -32,6 +32,7 @@ class LazyTensors(Mapping[str, np.ndarray]):
         self._free_text = dict(self._file.metadata() or {})
         self._hashes = self._read_hashes()
         self._places = _Places(path) if mapped else None
+        self._checked: set[str] = set()
 
     def _read_hashes(self) -> Mapping[str, str]:
         text = self._free_text.get(HASHES, "{}")
@@ -64,9 +65,16 @@ class LazyTensors(Mapping[str, np.ndarray]):
             array = self._file.get_tensor(name) if self._places is None else self._places.array(name, spec)
         except safetensors.SafetensorError as error:
             raise StoreError(f"{self._path}: expected to read {name!r}, got {error}") from error
+        if name in self._checked:
+            return array
         if name in self._hashes and hashlib.sha256(as_memory(array)).hexdigest() != self._hashes[name]:
             raise StoreError(f"{self._path}: expected {name!r} as it was written, got other bytes")
+        if self._places is not None:
+            self._checked.add(name)
         return array
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

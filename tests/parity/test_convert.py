@@ -13,7 +13,7 @@ from parity.twins_proof import Proof, prove, sinusoids
 from parity.weights.formats import FieldError
 from parity.weights.lazy import Converted
 from parity.weights.mapping import Rule, WeightMapping
-from parity.weights.models import CONFIG, read_model
+from parity.weights.models import CONFIG, newest_params, read_model
 from parity.weights.problems import MappingError
 from parity.weights.rules import bits_equal
 from parity.weights.store import Checkpoint, StoreError, read_tensors, write_tensors
@@ -145,6 +145,15 @@ def test_damaged_weights_are_named_and_leave_nothing_behind(case, tmp_path):
     with pytest.raises(error, match=message):
         carry(tmp_path / "a.pt", tmp_path / "b.safetensors", FLAX)
     assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_of_a_run_the_moving_average_is_carried(tmp_path):
+    for step in ("9", "10"):
+        for item in ("params", "ema"):
+            (tmp_path / "checkpoints" / step / item).mkdir(parents=True)
+    assert newest_params(tmp_path) == tmp_path / "checkpoints" / "10" / "ema"
+    (tmp_path / "checkpoints" / "10" / "ema").rmdir()
+    assert newest_params(tmp_path) == tmp_path / "checkpoints" / "10" / "params"
 
 
 def test_nothing_is_overwritten_unasked(tmp_path):

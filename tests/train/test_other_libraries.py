@@ -13,6 +13,8 @@ import torch
 from flax_transformer.decoding import beam_search
 from flax_transformer.parameters import abstract_model, with_parameters
 from parity.twins import random_weights
+from parity.twins_proof import sinusoids
+from parity.weights.ctranslate2_export import write_ctranslate2
 from parity.weights.twins import twin_mapping
 from transformer_config import BOS_ID, EOS_ID, PAD_ID, BeamConfig, TransformerConfig
 
@@ -91,9 +93,9 @@ EARLY = {"transformers": False, "transformers_early": True, "transformers_never"
     ("norm_order", "stopping", "alpha"),
     [*itertools.product(["post"], EARLY, [0.0, 0.6, 1.5]), ("pre", "transformers", 0.6)],
 )
-def test_transformers(norm_order, stopping, alpha):
+def test_transformers(norm_order, stopping, alpha, tmp_path):
     config, weights, src = setting(norm_order)
-    model = peers.transformers_model(config, weights)
+    model = peers.transformers_model(config, weights, tmp_path / "model")
     with torch.no_grad():
         found = model.generate(
             torch.from_numpy(src).long(),
@@ -119,7 +121,8 @@ def test_ctranslate2(norm_order, tmp_path, alpha):
     import ctranslate2
 
     config, weights, src = setting(norm_order)
-    peers.ctranslate2_folder(config, weights, tmp_path / "model")
+    pieces = [str(number) for number in range(config.tgt_vocab_size)]
+    write_ctranslate2(tmp_path / "model", config, weights, pieces=pieces, sinusoids=sinusoids)
     translator = ctranslate2.Translator(str(tmp_path / "model"), device="cpu", compute_type="float32")
     found = translator.translate_batch(
         [[str(i) for i in row if i != PAD_ID] for row in src.tolist()],

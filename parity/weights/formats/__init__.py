@@ -1,5 +1,6 @@
 """Foreign layouts of weights, one file each; see `Format`."""
 
+from parity.weights.formats.ctranslate2 import CTranslate2
 from parity.weights.formats.fairseq import Fairseq
 from parity.weights.formats.fields import FieldError, Fields
 from parity.weights.formats.format import Format
@@ -13,6 +14,6 @@ from parity.weights.formats.tutorials import STATE_DICTS
 __all__ = ["FORMATS", "FieldError", "Fields", "Format", "StateDict"]
 
 FORMATS: dict[str, Format] = {
-    format_.name: format_ for format_ in (*OURS, Marian(), Fsmt(), M2M100(), Fairseq(), *STATE_DICTS)
+    format_.name: format_ for format_ in (*OURS, Marian(), Fsmt(), M2M100(), Fairseq(), CTranslate2(), *STATE_DICTS)
 }
 """By name."""

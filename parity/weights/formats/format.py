@@ -19,6 +19,8 @@ class Format(ABC):
     title: str
     """Whose layout it is, in a few words."""
 
+    can_be_read = True
+    """Whether `read_model` can make a model of its files."""
     can_be_written = True
     """Whether `write_model` can make files of it."""
     stores_computed = True

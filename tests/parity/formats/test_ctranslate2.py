@@ -1,15 +1,27 @@
 """Models in CTranslate2: the same log-probabilities, token by token, up to float32."""
 
+import json
+import re
+import sys
+
 import ctranslate2
 import numpy as np
 import pytest
 import torch
 
 import torch_reference
+from parity import __main__ as cli
 from parity import twins
-from parity.twins_proof import sinusoids
+from parity.convert import NotProvenError, convert
+from parity.twins_proof import prove, sinusoids
+from parity.weights import ctranslate2_export
 from parity.weights.ctranslate2_export import write_ctranslate2
 from parity.weights.formats import FieldError
+from parity.weights.models import CONFIG
+from parity.weights.piece_names import piece_names
+from parity.weights.store import Checkpoint, StoreError, write_tensors
+from train.config import TokenizerConfig
+from train.tokenizer import Tokenizer
 from transformer_config import TransformerConfig
 
 MODELS = {
@@ -76,3 +88,63 @@ def test_what_it_cannot_express_is_refused(changes, message, tmp_path):
     with pytest.raises(FieldError, match=message):
         write_ctranslate2(tmp_path / "model", config, {}, pieces=[], sinusoids=sinusoids)
     assert not (tmp_path / "model").exists()
+
+
+def converted(tmp_path, *, source="a.safetensors", **changes):
+    config = TransformerConfig.tiny(d_model=32, num_heads=4, **changes)
+    metadata = {CONFIG: json.dumps(config.to_dict())}
+    path = tmp_path / source
+    write_tensors(path, Checkpoint(tensors=twins.random_weights(config, seed=1), metadata=metadata))
+    return convert(
+        path,
+        tmp_path / "model",
+        source_format=None,
+        target_format="ctranslate2",
+        settings={},
+        sinusoids=sinusoids,
+        prove=prove,
+    )
+
+
+def test_a_conversion_is_proven(tmp_path, capsys):
+    done = converted(tmp_path, positions_skip_padding=True)
+    assert [link.second for link in done.proof.links] == ["CTranslate2"]
+    assert done.proof.passed
+    assert done.written.notes == ("pieces are named by their ids: no tokenizer.json or vocab.json names them all",)
+    assert ctranslate2.contains_model(str(tmp_path / "model"))
+    assert cli.main(["inspect", str(tmp_path / "model")]) == 1
+    assert "expected a format that can be read, got ctranslate2, which is only written" in capsys.readouterr().err
+    assert cli.main(["formats"]) == 0
+    assert re.search(r"ctranslate2 +no +yes ", capsys.readouterr().out)
+
+
+def test_an_error_of_the_export_is_found_and_leaves_nothing(tmp_path, monkeypatch):
+    table = ctranslate2_export._table
+    monkeypatch.setattr(ctranslate2_export, "_table", lambda *given: np.roll(table(*given), 1, axis=0))
+    with pytest.raises(
+        NotProvenError, match=r"model: not written, because .* CTranslate2: log-probabilities in float32"
+    ):
+        converted(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_where_it_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ctranslate2.specs", None)
+    with pytest.raises(StoreError, match=r"ctranslate2: expected it to be installed, .*pip install ctranslate2"):
+        converted(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_names_of_pieces(tmp_path):
+    assert piece_names(tmp_path, 3) is None
+    (tmp_path / "vocab.json").write_text('{"</s>": 0, "▁a": 2, "b": 1}')
+    assert piece_names(tmp_path, 3) == ("</s>", "b", "▁a")
+    assert piece_names(tmp_path, 4) is None, "one has no name"
+    tokenizer = Tokenizer.train(["eins zwei", "one two"] * 3, TokenizerConfig(vocab_size=300))
+    tokenizer.save(tmp_path / "tokenizer.json")
+    pieces = piece_names(tmp_path, tokenizer.size)
+    assert pieces[:5] == ("<pad>", "<bos>", "<eos>", "<unk>", "!")
+    assert "".join(pieces[i] for i in tokenizer.encode(["two"])[0]) == "two"
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(StoreError, match="expected the names of a vocabulary, got a damaged file"):
+        piece_names(tmp_path, 3)

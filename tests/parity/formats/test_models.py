@@ -7,6 +7,7 @@ import torch
 from safetensors.numpy import load_file
 
 import torch_reference
+from parity import __main__ as cli
 from parity.twins import random_weights
 from parity.weights.formats import FORMATS, FieldError
 from parity.weights.models import CONFIG, detect, read_model, write_model
@@ -79,6 +80,15 @@ def test_shards(saved, tmp_path):
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     ours, again = read_model(tmp_path / "theirs"), read_model(tmp_path / "shards")
     assert all(bits_equal(ours.weights[name], again.weights[name]) for name in again.weights)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_ignored_is_listed_a_line_a_reason(saved, capsys):
+    assert cli.main(["inspect", str(saved[1])]) == 0
+    lines = [line.removeprefix("ignored ") for line in capsys.readouterr().out.splitlines() if "ignored " in line]
+    fields = {reason: names.split(", ") for names, reason in (line.split(": ", 1) for line in lines)}
+    assert len(fields) == len(lines) > 2
+    assert {name: reason for reason in fields for name in fields[reason]} == read_model(saved[1]).ignored
 
 
 OURS = {
