@@ -16,6 +16,7 @@ from flax_transformer.hypotheses import (
     never_chosen,
     nothing_found,
     only_complete,
+    without_forbidden,
 )
 from flax_transformer.primitives import wide
 from transformer_config import BeamConfig, TransformerConfig
@@ -115,7 +116,12 @@ class BeamSearch:
 
     def _best_continuations(self, state: BeamState, logits: Float[Array, "batch beams vocab"]) -> _Candidates:
         """The best 2·beams of all beams and pieces; of equals that of the better beam, then that of the lower id."""
-        normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        shared = logits
+        if self.config.renormalize:
+            shared = without_forbidden(
+                logits, config=self.config, model=self.model, length=state.length, limits=state.limits
+            )
+        normaliser = jax.nn.logsumexp(shared, axis=-1, keepdims=True)
         of_each = min(2 * self.beams, logits.shape[-1])
         values, tokens = self._best_allowed(state, logits, normaliser, of_each)
         totals = (state.log_probs[..., None] + (values - normaliser)).reshape(logits.shape[0], -1)

@@ -94,6 +94,20 @@ def forced_pieces(
     return [*forced, (model.eos_id, length + 1 >= limits.most)] if config.forced_end else forced
 
 
+def without_forbidden(
+    logits: Float[Array, "batch beams vocab"],
+    *,
+    config: LengthConfig,
+    model: TransformerConfig,
+    length: Int[Array, " batch"],
+    limits: LengthLimits,
+) -> Float[Array, "batch beams vocab"]:
+    """The logits with -inf for what is never chosen, and for an end after fewer than the least pieces."""
+    logits = logits.at[..., jnp.array(never_chosen(config, model), jnp.int32)].set(-jnp.inf)
+    end = jnp.where((length >= limits.least)[:, None], logits[..., model.eos_id], -jnp.inf)
+    return logits.at[..., model.eos_id].set(end)
+
+
 def allowed_logits(
     logits: Float[Array, "batch beams vocab"],
     normaliser: Float[Array, "batch beams 1"],
@@ -108,9 +122,7 @@ def allowed_logits(
     The log-probabilities (logits less `normaliser`) of the rest are not made larger by what is left out: they stay the
     model's, but for what is forced, which has 0.
     """
-    logits = logits.at[..., jnp.array(never_chosen(config, model), jnp.int32)].set(-jnp.inf)
-    end = jnp.where((length >= limits.least)[:, None], logits[..., model.eos_id], -jnp.inf)
-    logits = logits.at[..., model.eos_id].set(end)
+    logits = without_forbidden(logits, config=config, model=model, length=length, limits=limits)
     for token, here in forced_pieces(config, model, length=length, limits=limits):
         alone = jnp.full_like(logits, -jnp.inf).at[..., token].set(normaliser[..., 0])
         logits = jnp.where(here[:, None, None], alone, logits)

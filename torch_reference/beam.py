@@ -130,6 +130,8 @@ def _best_continuations(
     log_probs[:, sorted(never - {eos_id})] = -math.inf
     if not may_end:
         log_probs[:, eos_id] = -math.inf
+    if config.renormalize:
+        log_probs = log_probs.log_softmax(dim=-1)
     totals = log_probs + log_probs.new_tensor([beam.log_prob for beam in alive]).unsqueeze(1)
     best, places = totals.flatten().sort(descending=True, stable=True)
     number = 2 * config.beam_size

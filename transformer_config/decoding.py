@@ -57,6 +57,9 @@ class BeamConfig(LengthConfig):
     length_penalty: LengthPenalty = "length"
     """`length`: length^alpha; `gnmt`: ((5 + length) / 6)^alpha (Wu et al. 2016, section 7); `none`: 1."""
     alpha: float = 0.6
+    renormalize: bool = False
+    """Whether log-probabilities are those of a distribution over what may follow, so that what is never chosen, and an
+    end too early, leave their share to the rest (`renormalize_logits` of `transformers`)."""
     stopping: Stopping = "bound"
     """When a sentence is over.
 

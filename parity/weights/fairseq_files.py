@@ -38,16 +38,21 @@ def read_fairseq(path: Path) -> Model:
     if not _is_checkpoint(loaded) or not isinstance(loaded["model"], Mapping):
         raise StoreError(f"{path}: expected a checkpoint of fairseq, with args (or cfg) and model, got other entries")
     checkpoint = checkpoint_of(path, loaded["model"], {})
-    stored = _todays_names(checkpoint.with_aliases())
+    try:
+        stored = _todays_names(checkpoint.with_aliases())
+    except MappingError as error:
+        raise MappingError([f"{path}: {problem}" for problem in error.problems]) from error
     values = dict(_arguments(path, loaded))
     for side, stack in (("src", "encoder"), ("tgt", "decoder")):
         name = f"{stack}.embed_tokens.weight"
         if name not in stored:
             raise MappingError([f"{path}: missing {name!r}"])
+        if stored[name].ndim != 2:
+            raise StoreError(f"{path}: expected {name!r} of two axes, got shape {stored[name].shape}")
         values[f"{side}_vocab_size"] = stored[name].shape[0]
     format_ = FORMATS["fairseq"]
     fields = Fields(values, file=str(path), defaults=layout.DEFAULTS)
-    config = format_.read(fields)
+    config = format_.config_of(fields)
     try:
         weights = Converted(format_.mapping(config), Joined(stored, format_.computed(config)))
     except MappingError as error:
@@ -64,6 +69,9 @@ def _arguments(path: Path, loaded: Mapping[str, Any]) -> Mapping[str, Any]:
         given = vars(given)
     if not isinstance(given, Mapping):
         raise FieldError(f"{path}: expected the arguments of the model in args or cfg, found none")
+    odd = next((name for name in given if not isinstance(name, str)), None)
+    if odd is not None:
+        raise FieldError(f"{path}: expected named arguments of the model, got one named {odd!r}")
     return given
 
 

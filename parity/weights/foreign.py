@@ -1,18 +1,18 @@
 """Folders as `transformers` writes them: config.json, weights in one file or several, generation_config.json."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from parity.weights.damaged_json import parse_json
 from parity.weights.formats import FORMATS, FieldError, Fields, fsmt, m2m100, marian
 from parity.weights.formats.format import Format
 from parity.weights.formats.generation import DEFAULTS as GENERATION_DEFAULTS
-from parity.weights.formats.generation import read_generation
-from parity.weights.lazy import Converted, Joined
+from parity.weights.formats.generation import read_generation, read_generation_file
+from parity.weights.lazy import Converted, Joined, Overlay
 from parity.weights.problems import MappingError
 from parity.weights.sharded import read_weights, weights_file
 from transformer_config import LengthConfig, TransformerConfig
@@ -54,10 +54,10 @@ def read_folder(folder: Path) -> Model:
         raise FieldError(f"{file}: model_type: expected one of {', '.join(DEFAULTS)}, got {kind!r}")
     format_ = FORMATS[kind]
     fields = Fields(values, file=str(file), defaults=DEFAULTS[kind])
-    config = format_.read(fields)
+    config = format_.config_of(fields)
     checkpoint = read_weights(weights_file(folder))
     named = checkpoint.with_aliases()
-    computed = {name: array for name, array in format_.computed(config).items() if name not in named}
+    computed = Overlay(format_.computed(config), without=named, more={})
     try:
         weights = Converted(format_.mapping(config), Joined(named, computed))
     except MappingError as error:
@@ -75,8 +75,9 @@ def read_folder(folder: Path) -> Model:
 def _search(folder: Path, values: Mapping[str, Any], config: TransformerConfig) -> LengthConfig:
     """Of generation_config.json, or of an old folder's config.json."""
     file = folder / "generation_config.json"
-    given, name = (read_json(file), str(file)) if file.exists() else (values, str(folder / "config.json"))
-    return read_generation(Fields(given, file=name, defaults=GENERATION_DEFAULTS), config)
+    if file.exists():
+        return read_generation_file(Fields(read_json(file), file=str(file), defaults=GENERATION_DEFAULTS), config)
+    return read_generation(Fields(values, file=str(folder / "config.json"), defaults=GENERATION_DEFAULTS), config)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError(f"{file}: expected the config of a model, found no such file")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise FieldError(f"{file}: expected JSON, got {error}") from error
     if not isinstance(values, dict):

@@ -1,6 +1,7 @@
 """The other side of a mapping, tensor by tensor: each is converted when it is asked for, and not kept."""
 
-from collections.abc import Collection, Iterator, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -45,6 +46,24 @@ class Converted(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._steps)
+
+
+class OneArray(Mapping[str, np.ndarray]):
+    """The same array under several names, made when one of them is first read."""
+
+    def __init__(self, names: Iterable[str], make: Callable[[], np.ndarray]) -> None:
+        self._names, self._make = dict.fromkeys(names), functools.cache(make)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class Joined(Mapping[str, np.ndarray]):

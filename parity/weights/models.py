@@ -11,6 +11,7 @@ import numpy as np
 
 from parity.weights.checkpoint import Checkpoint, StoreError
 from parity.weights.ctranslate2_export import write_ctranslate2
+from parity.weights.damaged_json import parse_json
 from parity.weights.fairseq_files import is_fairseq, read_fairseq
 from parity.weights.foreign import DEFAULTS, Model, read_folder, read_json
 from parity.weights.formats import FORMATS, FieldError, Fields, StateDict
@@ -38,10 +39,10 @@ def detect(path: Path) -> str:
     if (path / "config.json").is_file() and (path / "model.bin").is_file():
         return "ctranslate2"
     if (path / "config.json").is_file():
-        kind = read_json(path / "config.json").get("model_type")
+        kind = str(read_json(path / "config.json").get("model_type"))
         if kind not in DEFAULTS:
             raise FieldError(f"{path / 'config.json'}: model_type: expected one of {', '.join(DEFAULTS)}, got {kind!r}")
-        return str(kind)
+        return kind
     if path.is_file() and path.suffix in (".pt", ".pth") and is_fairseq(path):
         return "fairseq"
     names = read_tensors(path, mapped=True).with_aliases().keys()
@@ -92,14 +93,8 @@ def read_model(path: Path, format_name: str | None = None, settings: Mapping[str
 def _read_state_dict(path: Path, format_: StateDict, settings: Mapping[str, Any]) -> Model:
     of_run = is_run(path)
     checkpoint = read_tensors(newest_params(path) if of_run else path, mapped=True)
-    text = checkpoint.metadata.get(CONFIG)
-    if of_run:
-        measured = format_.measure(checkpoint)  # its vocabulary is the tokenizer's, which the config does not know
-        sizes = {name: measured[name] for name in ("src_vocab_size", "tgt_vocab_size")}
-        values = {**read_json(path / "config.json")["model"], **sizes}
-    else:
-        values = json.loads(text) if text is not None else format_.measure(checkpoint)
-    config = format_.read(Fields({**values, **settings}, file=str(path)))
+    values = _fields_of_a_state_dict(path, format_, checkpoint)
+    config = format_.config_of(Fields({**values, **settings}, file=str(path)))
     mapping = format_.mapping(config)
     # What the mapping and the file both say to be one tensor need not be read twice and compared.
     known = [alias for alias, name in checkpoint.aliases.items() if mapping.source_aliases.get(alias) == name]
@@ -126,8 +121,51 @@ def _search_of_run(values: Mapping[str, Any]) -> LengthConfig | None:
     return LengthConfig(**{name: value for name, value in fields.items() if name in known})
 
 
+def _fields_of_a_state_dict(path: Path, format_: StateDict, checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Of the run that it belongs to, of the config in the file, or as names and shapes have them."""
+    if is_run(path):
+        given = read_json(path / "config.json").get("model")
+        if not isinstance(given, Mapping):
+            raise FieldError(f"{path / 'config.json'}: model: expected the fields of a model, got {given!r}")
+        measured = _measured(path, format_, checkpoint)
+        # Its vocabulary is the tokenizer's, which the config does not know.
+        return {**given, **{name: measured[name] for name in ("src_vocab_size", "tgt_vocab_size")}}
+    text = checkpoint.metadata.get(CONFIG)
+    if text is None:
+        return _measured(path, format_, checkpoint)
+    try:
+        values = parse_json(text)
+    except ValueError as error:
+        raise FieldError(f"{path}: {CONFIG}: expected JSON, got {error}") from error
+    if not isinstance(values, dict):
+        raise FieldError(f"{path}: {CONFIG}: expected fields, got a {type(values).__name__}")
+    return values
+
+
+def _measured(path: Path, format_: StateDict, checkpoint: Checkpoint) -> dict[str, Any]:
+    try:
+        return format_.measure(checkpoint)
+    except StoreError:
+        raise  # of a tensor in the file, which it names
+    except MappingError as error:
+        raise MappingError([f"{path}: {problem}" for problem in error.problems]) from error
+    except ValueError as error:
+        raise FieldError(f"{path}: {error}") from error
+
+
+def _expect_sizes(path: Path, model: Model) -> None:
+    """Before anything is made of the sizes that a damaged config claims."""
+    layers, count = model.config.num_encoder_layers + model.config.num_decoder_layers, len(model.stored)
+    if layers > count:
+        raise FieldError(f"{path}: expected at most as many layers as there are tensors, {count}, got {layers}")
+    width = model.config.d_model
+    if not any(width in spec_of(model.stored, name).shape for name in model.stored):
+        raise FieldError(f"{path}: expected the width of a tensor, got {width}")
+
+
 def _check(path: Path, model: Model) -> None:
     """Names now; shapes when a tensor is read, by `WholeTensors`."""
+    _expect_sizes(path, model)
     shapes = reference_shapes(model.config)
     given = {name for name in model.weights if name in shapes or name != "tgt_embedding.weight"}
     problems = [f"{path}: missing our {name!r} {shapes[name]}" for name in shapes if name not in given]
@@ -137,7 +175,7 @@ def _check(path: Path, model: Model) -> None:
 
 
 class WholeTensors(Mapping[str, np.ndarray]):
-    """Tensors of which each is looked at when it is read: it has the model's shape, and no NaN.
+    """Tensors of which each is looked at when it is read: floating-point numbers of the model's shape, and no NaN.
 
     Raises StoreError that names tensor and file.
     """
@@ -153,12 +191,19 @@ class WholeTensors(Mapping[str, np.ndarray]):
         return spec_of(tensors, name)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        array = self._tensors[name]
+        try:
+            array = self._tensors[name]
+        except StoreError:
+            raise
+        except ValueError as error:  # of an operation that refuses, or a tied tensor that has two values
+            raise StoreError(f"{self._path}: {error}") from error
         expected = self._shapes.get(name, array.shape)
         if array.shape != expected:
             raise StoreError(f"{self._path}: expected our {name!r} of shape {expected}, got {array.shape}")
+        if array.dtype.kind not in "fV":  # V: bfloat16 and the like
+            raise StoreError(f"{self._path}: expected floating-point numbers in our {name!r}, got {array.dtype}")
         # The least of them is NaN if any is, and takes no memory to find.
-        if array.dtype.kind in "fV" and array.size and np.isnan(np.asarray(array.min(), np.float64)):
+        if array.size and np.isnan(np.asarray(array.min(), np.float64)):
             raise StoreError(f"{self._path}: expected numbers in our {name!r}, got NaN")
         return array
 

@@ -1,7 +1,7 @@
 """A safetensors file written tensor by tensor: what is converted need never be in memory as a whole.
 
 The header stands first in the file and says shapes that are known last, so room is left for it; the format allows it to
-end in blanks. Each tensor's SHA-256 is noted in it, and checked by our reader.
+end in blanks. Each tensor's SHA-256 is noted in it, and that of the rest of the header; our reader checks them.
 """
 
 import hashlib
@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from parity.weights.checkpoint import StoreError, native
-
-HASHES = "sha256"
-"""Entry of the header's free text: JSON, name to hash."""
+from parity.weights.hashes import BESIDE, BLOCK, HASHES, as_memory, hash_beside
+from parity.weights.problems import TensorSpec
 
 CODES = {
     "float64": "F64",
@@ -37,13 +36,7 @@ CODES = {
 }
 """dtype to its name in the format."""
 
-_BLOCK = 1 << 24  # bytes hashed and written at a time, so that they are still in the cache for the second
 _ENTRY = 320  # bytes of the header for a tensor besides its name: dtype, up to eight axes, offsets, hash
-
-
-def as_memory(array: np.ndarray) -> memoryview:
-    """The bytes of a contiguous array, not copied."""
-    return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
 
 
 class SafetensorsStream:
@@ -53,8 +46,9 @@ class SafetensorsStream:
         self._path, self._metadata = path, dict(metadata)
         self._header: dict[str, Any] = {}
         self._hashes: dict[str, str] = {}
+        self._specs: dict[str, TensorSpec] = {}
         self._position = 0
-        room = len(json.dumps(self._metadata)) + sum(2 * len(json.dumps(name)) + _ENTRY for name in names) + 256
+        room = len(json.dumps(self._metadata)) + sum(2 * len(json.dumps(name)) + _ENTRY for name in names) + 512
         self._room = -(-room // 8) * 8
         self._file = path.open("wb")
         self._file.seek(8 + self._room)
@@ -66,8 +60,8 @@ class SafetensorsStream:
             raise StoreError(f"{self._path}: expected {name!r} of a safetensors dtype, got {array.dtype}")
         sha256 = hashlib.sha256()
         data = as_memory(array)
-        for start in range(0, len(data), _BLOCK):
-            block = data[start : start + _BLOCK]
+        for start in range(0, len(data), BLOCK):
+            block = data[start : start + BLOCK]
             sha256.update(block)
             self._file.write(block)
         end = self._position + len(data)
@@ -76,7 +70,7 @@ class SafetensorsStream:
             "shape": list(array.shape),
             "data_offsets": [self._position, end],
         }
-        self._position, self._hashes[name] = end, sha256.hexdigest()
+        self._position, self._hashes[name], self._specs[name] = end, sha256.hexdigest(), TensorSpec.of(array)
 
     def __enter__(self) -> "SafetensorsStream":
         return self
@@ -91,7 +85,8 @@ class SafetensorsStream:
                 os.fsync(self._file.fileno())  # here, while other files are still being computed
 
     def _write_header(self) -> None:
-        text = {"__metadata__": {**self._metadata, HASHES: json.dumps(self._hashes)}}
+        hashes = json.dumps({BESIDE: hash_beside(self._metadata, self._specs)} | self._hashes)
+        text = {"__metadata__": {**self._metadata, HASHES: hashes}}
         header = json.dumps(text | self._header, separators=(",", ":")).encode()
         if len(header) > self._room:
             raise StoreError(f"{self._path}: expected a header of at most {self._room} bytes, got {len(header)}")

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from parity.weights.checkpoint import Checkpoint, StoreError
+from parity.weights.damaged_json import parse_json
 from parity.weights.lazy import Joined
 from parity.weights.safetensors_stream import SafetensorsStream
 from parity.weights.store_safetensors import read_safetensors
@@ -43,15 +44,15 @@ def read_weights(file: Path) -> Checkpoint:
     if file.suffix != ".json":
         return _read(file)
     try:
-        places = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        places = parse_json(file.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(places.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{file}: expected an index with a weight_map, got {error!r}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise StoreError(f"{file}: expected files beside the index, got {name!r}")
-        if not (file.parent / name).is_file():
-            raise StoreError(f"{file}: expected {name} beside it, found no such file")
+        if not _is_there(file.parent / name):
+            raise StoreError(f"{file}: expected {name!r} beside it, found no such file")
     parts = {name: _read(file.parent / name) for name in names}
     for name, part in parts.items():
         here = {tensor for tensor, place in places.items() if place == name}
@@ -71,6 +72,13 @@ def _metadata(file: Path, parts: Mapping[str, Checkpoint]) -> dict[str, str]:
             if every.setdefault(key, text) != text:
                 raise StoreError(f"{file}: expected the same {key!r} in every file, got another in {name}")
     return every
+
+
+def _is_there(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except (OSError, ValueError):  # a name that no file can have: too long, or with a null in it
+        return False
 
 
 def _read(file: Path) -> Checkpoint:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from parity.weights.checkpoint import Checkpoint, StoreError, native
+from parity.weights.hashes import HASHES, Hashes, hashes_of
 
 _ALIASES = "aliases"  # their place in Orbax's custom metadata, beside the free text
 
@@ -48,15 +49,24 @@ def read_orbax(path: Path) -> Checkpoint:
     notes = dict(saved.custom_metadata or {})
     aliases = notes.pop(_ALIASES, {})
     metadata = {key: note if isinstance(note, str) else json.dumps(note) for key, note in notes.items()}
-    return Checkpoint(tensors=tensors, aliases=aliases, metadata=metadata)
+    hashes = Hashes(path, metadata.pop(HASHES, None), tensors)
+    try:
+        checkpoint = Checkpoint(tensors=tensors, aliases=dict(aliases), metadata=metadata)
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"{path}: expected aliases of its tensors, got {aliases!r}") from error
+    hashes.check_all(tensors, {**metadata, **checkpoint.aliases})
+    return checkpoint
 
 
 def write_orbax(path: Path, checkpoint: Checkpoint) -> None:
-    """Saves a nested dict of numpy arrays. Raises StoreError on text, empty tensors, and names inside one another."""
+    """Saves a nested dict of numpy arrays, with their hashes in Orbax's custom metadata.
+
+    Raises StoreError on text, empty tensors, and names inside one another.
+    """
     import orbax.checkpoint as ocp
 
-    if _ALIASES in checkpoint.metadata:
-        raise StoreError(f"{path}: expected metadata without {_ALIASES!r}, which has its own place, got it")
+    for entry in {_ALIASES, HASHES} & checkpoint.metadata.keys():
+        raise StoreError(f"{path}: expected metadata without {entry!r}, which has its own place, got it")
     arrays = {name: native(array) for name, array in checkpoint.tensors.items()}
     for name, array in arrays.items():
         if array.dtype.kind in "OSUMm":
@@ -64,12 +74,13 @@ def write_orbax(path: Path, checkpoint: Checkpoint) -> None:
         if array.size == 0:
             raise StoreError(f"{path}: expected tensors with elements, since Orbax has no others, got {name!r} empty")
     notes: dict[str, Any] = dict(checkpoint.metadata)
+    notes[HASHES] = hashes_of(arrays, {**checkpoint.metadata, **checkpoint.aliases})
     if checkpoint.aliases:
         notes[_ALIASES] = dict(checkpoint.aliases)
     tree = _nest(path, arrays)
     with ocp.PyTreeCheckpointer() as checkpointer:
         try:
-            checkpointer.save(path.absolute(), tree, custom_metadata=notes or None)
+            checkpointer.save(path.absolute(), tree, custom_metadata=notes)
         except ValueError as error:
             raise StoreError(f"{path}: expected what Orbax can save, got {error}") from error
 

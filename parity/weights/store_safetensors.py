@@ -1,6 +1,5 @@
 """Weights in safetensors files, read lazily; tied tensors as `safetensors.torch.save_model` marks them."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,8 +8,9 @@ import numpy as np
 import safetensors
 
 from parity.weights.checkpoint import Checkpoint, StoreError
+from parity.weights.hashes import HASHES, Hashes
 from parity.weights.problems import TensorSpec
-from parity.weights.safetensors_stream import CODES, HASHES, SafetensorsStream, as_memory
+from parity.weights.safetensors_stream import CODES, SafetensorsStream
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
@@ -18,8 +18,9 @@ _DTYPES = {code: dtype for dtype, code in CODES.items()}
 class LazyTensors(Mapping[str, np.ndarray]):
     """The tensors of one safetensors file; each is read when asked for, and not kept.
 
-    Where the file has their hashes (ours do) a tensor with other bytes raises StoreError. With `mapped` a tensor is the
-    file itself, mapped into memory and not to be written to, and checked once; otherwise a copy, of which each is.
+    Where the file has their hashes (ours do) a tensor with other bytes raises StoreError, and another header does so
+    when the file is opened. With `mapped` a tensor is the file itself, mapped into memory and not to be written to, and
+    checked once; otherwise a copy, of which each is.
     """
 
     def __init__(self, path: Path, *, mapped: bool = False) -> None:
@@ -30,19 +31,10 @@ class LazyTensors(Mapping[str, np.ndarray]):
             raise StoreError(f"{path}: expected a whole safetensors file, got {error}") from error
         self._names = dict.fromkeys(self._file.keys())
         self._free_text = dict(self._file.metadata() or {})
-        self._hashes = self._read_hashes()
+        self._hashes = Hashes(path, self._free_text.get(HASHES), self._names)
+        self._hashes.check_beside(self.header, {name: self.spec(name) for name in self._names})
         self._places = _Places(path) if mapped else None
         self._checked: set[str] = set()
-
-    def _read_hashes(self) -> Mapping[str, str]:
-        text = self._free_text.get(HASHES, "{}")
-        try:
-            hashes = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise StoreError(f"{self._path}: expected hashes of tensors, got {error}") from error
-        if not isinstance(hashes, dict) or (hashes and hashes.keys() != self._names.keys()):
-            raise StoreError(f"{self._path}: expected hashes of its tensors, got those of others")
-        return hashes
 
     @property
     def header(self) -> dict[str, str]:
@@ -67,8 +59,7 @@ class LazyTensors(Mapping[str, np.ndarray]):
             raise StoreError(f"{self._path}: expected to read {name!r}, got {error}") from error
         if name in self._checked:
             return array
-        if name in self._hashes and hashlib.sha256(as_memory(array)).hexdigest() != self._hashes[name]:
-            raise StoreError(f"{self._path}: expected {name!r} as it was written, got other bytes")
+        self._hashes.check(name, array)
         if self._places is not None:
             self._checked.add(name)
         return array

@@ -3,6 +3,7 @@
 import pickle
 import re
 import types
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parity.weights.checkpoint import Checkpoint, StoreError, native
+from parity.weights.hashes import HASHES, Hashes, hashes_of
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +20,7 @@ _DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"),
     *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
 )
+_FOLDER = 0x10  # of a zip's attributes
 _WRAPPERS = ("state_dict", "model")
 # numpy arrays of these cannot be handed to torch and back; integers of the same size can.
 _AS_INTEGERS = {"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
@@ -27,9 +30,13 @@ def read_torch(path: Path) -> Checkpoint:
     """A state dict, or the one under `state_dict` or `model` (what else stands beside it is not weights).
 
     Tensors that share storage, offset, shape and strides are one tensor: the first name counts, others are aliases.
+    Where the file has hashes (ours have, beside metadata), other tensors than were written raise StoreError.
     """
     state, metadata = _unwrap(path, load_plain(path))
-    return checkpoint_of(path, state, metadata)
+    hashes = metadata.pop(HASHES, None)
+    checkpoint = checkpoint_of(path, state, metadata)
+    Hashes(path, hashes, checkpoint.tensors).check_all(checkpoint.tensors, {**metadata, **checkpoint.aliases})
+    return checkpoint
 
 
 def checkpoint_of(path: Path, state: Mapping[Any, Any], metadata: Mapping[str, str]) -> Checkpoint:
@@ -41,7 +48,7 @@ def checkpoint_of(path: Path, state: Mapping[Any, Any], metadata: Mapping[str, s
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise StoreError(f"{path}: expected only named tensors, got {name!r}, a {type(tensor).__name__}")
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = _dtype(tensor)
         if dtype not in _DTYPES or tensor.layout != torch.strided or tensor.is_meta:
             kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
             raise StoreError(f"{path}: expected {name!r} to be a dense tensor with a numpy dtype, got {kind}")
@@ -56,7 +63,12 @@ def checkpoint_of(path: Path, state: Mapping[Any, Any], metadata: Mapping[str, s
 
 
 def write_torch(path: Path, checkpoint: Checkpoint) -> None:
-    """A plain state dict; with metadata, {"state_dict": ..., "metadata": ...}. Aliases share storage, as in torch."""
+    """A plain state dict; with metadata, {"state_dict": ..., "metadata": ...}, and then with the tensors' hashes in it.
+
+    Aliases share storage, as in torch. Raises StoreError on a dtype that torch lacks, or metadata of the hashes' name.
+    """
+    if HASHES in checkpoint.metadata:
+        raise StoreError(f"{path}: expected metadata without {HASHES!r}, which has its own place, got it")
     torch = _import_torch(path)
     state = {}
     for name, array in checkpoint.tensors.items():
@@ -64,7 +76,15 @@ def write_torch(path: Path, checkpoint: Checkpoint) -> None:
             raise StoreError(f"{path}: expected {name!r} of a torch dtype, got {array.dtype}")
         state[name] = _from_numpy(torch, array)
     state |= {alias: state[name] for alias, name in checkpoint.aliases.items()}
-    torch.save({"state_dict": state, "metadata": dict(checkpoint.metadata)} if checkpoint.metadata else state, path)
+    if not checkpoint.metadata:
+        torch.save(state, path)
+        return
+    arrays = {name: state[name] for name in checkpoint.tensors}
+    hashes = hashes_of(
+        {name: _to_numpy(torch, tensor, _dtype(tensor)) for name, tensor in arrays.items()},
+        {**checkpoint.metadata, **checkpoint.aliases},
+    )
+    torch.save({"state_dict": state, "metadata": {**checkpoint.metadata, HASHES: hashes}}, path)
 
 
 def _import_torch(path: Path) -> types.ModuleType:
@@ -82,6 +102,7 @@ def load_plain(path: Path, *, plain_classes: Sequence[type] = ()) -> Any:
     Raises StoreError that names the class, or says that the file is damaged.
     """
     torch = _import_torch(path)
+    _expect_whole_records(path)
     try:
         with torch.serialization.safe_globals(list(plain_classes)):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -95,6 +116,24 @@ def load_plain(path: Path, *, plain_classes: Sequence[type] = ()) -> Any:
         raise StoreError(f"{path}: expected a whole file by torch.save, got {error or type(error).__name__}") from error
 
 
+def _expect_whole_records(path: Path) -> None:
+    """Of a record that is marked as a folder, or whose sizes differ, torch leaves memory as it was: random weights."""
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            return  # from before torch 1.6, or no file of torch: torch says so
+        try:
+            records = zipfile.ZipFile(file).infolist()
+        except (
+            Exception
+        ) as error:  # a damaged directory surfaces as BadZipFile, NotImplementedError, UnicodeDecodeError
+            raise StoreError(f"{path}: expected a whole file by torch.save, got {error}") from error
+        for record in records:
+            stored = record.compress_type == zipfile.ZIP_STORED and record.compress_size == record.file_size
+            if not stored or record.external_attr & _FOLDER:
+                got = "a folder" if stored else f"{record.compress_size} bytes for {record.file_size}"
+                raise StoreError(f"{path}: expected {record.filename!r} as torch.save stores it, got {got}")
+
+
 def _unwrap(path: Path, loaded: Any) -> tuple[Mapping[Any, Any], dict[str, str]]:
     if not isinstance(loaded, Mapping):
         raise StoreError(f"{path}: expected a state dict, got a {type(loaded).__name__}")
@@ -106,6 +145,10 @@ def _unwrap(path: Path, loaded: Any) -> tuple[Mapping[Any, Any], dict[str, str]]
     metadata = loaded.get("metadata", {})
     texts = metadata.items() if isinstance(metadata, Mapping) else ()
     return loaded[wrappers[0]], {k: v for k, v in texts if isinstance(k, str) and isinstance(v, str)}
+
+
+def _dtype(tensor: "torch.Tensor") -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _to_numpy(torch: types.ModuleType, tensor: "torch.Tensor", dtype: str) -> np.ndarray:

@@ -8,6 +8,7 @@ import numpy as np
 from parity.weights.formats import fairseq_layers
 from parity.weights.formats.fields import Fields
 from parity.weights.formats.format import Format
+from parity.weights.lazy import OneArray
 from parity.weights.mapping import Rule, WeightMapping
 from transformer_config import TransformerConfig
 from transformer_config.config import Activation
@@ -101,7 +102,7 @@ class Fairseq(Format):
             positions="learned" if fields.flag("encoder_learned_pos") else "fixed",
             positions_skip_padding=True,
             position_offset=PAD + 1,
-            max_len=fields.integer("max_source_positions", least=1),
+            max_len=fields.integer("max_source_positions", least=1, most=fairseq_layers.MOST_POSITIONS),
             dropout=fields.number("dropout"),
             attention_dropout=fields.number("attention_dropout"),
             activation_dropout=fields.number("activation_dropout"),
@@ -172,6 +173,5 @@ class Fairseq(Format):
         """The table, which is never stored."""
         if config.positions == "learned":
             return {}
-        rows = config.position_offset + config.max_len
-        table = fairseq_layers.half_minus_1_table(rows, config.d_model, padding_id=config.pad_id)
-        return {f"{stack}.embed_positions.weights": table for stack in ("encoder", "decoder")}
+        names = [f"{stack}.embed_positions.weights" for stack in ("encoder", "decoder")]
+        return OneArray(names, lambda: fairseq_layers.half_minus_1_table(config))

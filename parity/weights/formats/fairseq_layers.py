@@ -35,6 +35,9 @@ DEFAULTS: dict[str, Any] = {
 }
 """What the config classes of `transformers` have alike for fields that a file leaves out."""
 
+MOST_POSITIONS = 1 << 17
+"""A table of more is not computed: a config that asks for it is damaged, and would take all memory."""
+
 _SUBLAYERS = {
     "encoder": {
         "self_attn.{q,k,v,out}_proj": "self_attn.{q,k,v,out}_proj",
@@ -121,17 +124,22 @@ def write_shape(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def half_minus_1_table(rows: int, d_model: int, *, padding_id: int) -> np.ndarray:
-    """fairseq's table of positions, float32, as torch computes it there: (rows, d_model), zeros in padding's row.
+def half_minus_1_table(config: TransformerConfig) -> np.ndarray:
+    """fairseq's table of positions, float32, as torch computes it there: a row for each up to the last that the config
+    has, zeros in padding's.
 
-    By torch itself, because its float32 sines differ from numpy's in the last bit. Raises ImportError without torch.
+    By torch itself, because its float32 sines differ from numpy's in the last bit. Raises ImportError without torch,
+    ValueError for a width of less than 4.
     """
     import torch
 
+    if config.d_model < 4:
+        raise ValueError(f"d_model: expected at least 4, for a divisor of d_model/2 - 1, got {config.d_model}")
+    rows, d_model = config.position_offset + config.max_len, config.d_model
     half = d_model // 2
     frequencies = torch.exp(torch.arange(half).float() * -(math.log(10_000) / (half - 1)))
     angles = torch.arange(rows).float().unsqueeze(1) * frequencies.unsqueeze(0)
     table = torch.zeros(rows, d_model)
     table[:, :half], table[:, half : 2 * half] = angles.sin(), angles.cos()
-    table[padding_id] = 0.0
+    table[config.pad_id] = 0.0
     return table.numpy()

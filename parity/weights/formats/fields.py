@@ -39,11 +39,13 @@ class Fields:
             raise self.error(name, f"a number of at least {least}")
         return value
 
-    def integer(self, name: str, *, least: int = 0) -> int:
-        """An integer of at least so much."""
+    def integer(self, name: str, *, least: int = 0, most: int | None = None) -> int:
+        """An integer of at least so much, and of at most so much."""
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(name, f"an integer of at least {least}")
+        if most is not None and value > most:
+            raise self.error(name, f"an integer of at most {most}")
         return value
 
     def flag(self, name: str) -> bool:
@@ -62,14 +64,15 @@ class Fields:
 
     def same(self, name: str, other: str) -> None:
         """Raises FieldError unless both fields have the same value."""
-        if self.get(name) != self.get(other):
+        one, two = self.get(name), self.get(other)
+        if type(one) is not type(two) or one != two:
             raise self.error(name, f"the same as {other} ({self._value(other)!r})")
 
     def expect(self, name: str, *expected: Any, why: str = "") -> None:
         """Raises FieldError if the field is there and has none of these values."""
         if name in self.values or name in self.defaults:
             value = self.get(name)
-            if not any(value == one and type(value) is type(one) for one in expected):
+            if not any(type(value) is type(one) and value == one for one in expected):
                 raise self.error(name, " or ".join(repr(one) for one in expected) + (f": {why}" if why else ""))
 
     def ignore(self, names: Iterable[str], reason: str) -> None:

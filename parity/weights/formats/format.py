@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.weights.formats.fields import Fields
+from parity.weights.formats.fields import FieldError, Fields
 from parity.weights.mapping import WeightMapping
 from transformer_config import TransformerConfig
 
@@ -29,6 +29,15 @@ class Format(ABC):
     @abstractmethod
     def read(self, fields: Fields) -> TransformerConfig:
         """The model that a config stands for. Raises FieldError if it is none of ours, or has unknown fields."""
+
+    def config_of(self, fields: Fields) -> TransformerConfig:
+        """As `read`, and whatever makes no model is a FieldError that names the file."""
+        try:
+            return self.read(fields)
+        except FieldError:
+            raise
+        except ValueError as error:
+            raise FieldError(f"{fields.file}: {error}") from error
 
     @abstractmethod
     def write(self, config: TransformerConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from parity.weights.formats import fairseq_layers
 from parity.weights.formats.fields import Fields
 from parity.weights.formats.format import Format
 from parity.weights.formats.transformers_fields import account_for_the_usual
+from parity.weights.lazy import OneArray
 from parity.weights.mapping import Rule, WeightMapping
 from transformer_config import TransformerConfig
 
@@ -59,7 +60,7 @@ class Fsmt(Format):
             positions="learned",
             positions_skip_padding=True,
             position_offset=shape["pad_id"] + 1,
-            max_len=fields.integer("max_position_embeddings", least=1),
+            max_len=fields.integer("max_position_embeddings", least=1, most=fairseq_layers.MOST_POSITIONS),
         )
         fields.finish()
         return config
@@ -96,6 +97,5 @@ class Fsmt(Format):
 
     def computed(self, config: TransformerConfig) -> Mapping[str, np.ndarray]:
         """The table, where a file leaves it out."""
-        rows = config.position_offset + config.max_len
-        table = fairseq_layers.half_minus_1_table(rows, config.d_model, padding_id=config.pad_id)
-        return {f"{side}.embed_positions.weight": table for side in _SIDES.values()}
+        names = [f"{side}.embed_positions.weight" for side in _SIDES.values()]
+        return OneArray(names, lambda: fairseq_layers.half_minus_1_table(config))

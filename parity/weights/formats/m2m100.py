@@ -9,6 +9,7 @@ from parity.weights.formats import fairseq_layers
 from parity.weights.formats.fields import Fields
 from parity.weights.formats.format import Format
 from parity.weights.formats.transformers_fields import account_for_the_usual
+from parity.weights.lazy import OneArray
 from parity.weights.mapping import Rule, WeightMapping
 from transformer_config import TransformerConfig
 
@@ -47,7 +48,7 @@ class M2M100(Format):
         vocab_size = fields.integer("vocab_size", least=1)
         shape = fairseq_layers.read_shape(fields)
         offset = shape["pad_id"] + 1
-        rows = fields.integer("max_position_embeddings", least=1) + SPARE_ROWS
+        rows = fields.integer("max_position_embeddings", least=1, most=fairseq_layers.MOST_POSITIONS) + SPARE_ROWS
         if rows <= offset:
             raise fields.error("max_position_embeddings", f"at least {offset}, for positions beyond padding's")
         config = TransformerConfig(
@@ -91,6 +92,5 @@ class M2M100(Format):
 
     def computed(self, config: TransformerConfig) -> Mapping[str, np.ndarray]:
         """The table, which is never stored."""
-        rows = config.position_offset + config.max_len
-        table = fairseq_layers.half_minus_1_table(rows, config.d_model, padding_id=config.pad_id)
-        return {f"model.{side}.embed_positions.weights": table for side in _TABLES.values()}
+        names = [f"model.{side}.embed_positions.weights" for side in _TABLES.values()]
+        return OneArray(names, lambda: fairseq_layers.half_minus_1_table(config))

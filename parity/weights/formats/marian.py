@@ -9,6 +9,7 @@ from parity.weights.formats import fairseq_layers
 from parity.weights.formats.fields import Fields
 from parity.weights.formats.format import Format
 from parity.weights.formats.transformers_fields import account_for_the_usual
+from parity.weights.lazy import OneArray
 from parity.weights.mapping import Rule, WeightMapping
 from parity.weights.rules import MergeHeads
 from transformer_config import TransformerConfig
@@ -59,7 +60,7 @@ class Marian(Format):
             tie_embeddings=("all" if shared else "output") if tied else "none",
             output_bias="fixed",
             positions="fixed",
-            max_len=fields.integer("max_position_embeddings", least=1),
+            max_len=fields.integer("max_position_embeddings", least=1, most=fairseq_layers.MOST_POSITIONS),
         )
         fields.finish()
         return config
@@ -103,8 +104,8 @@ class Marian(Format):
 
     def computed(self, config: TransformerConfig) -> Mapping[str, np.ndarray]:
         """The table, where a file leaves it out."""
-        table = sinusoids(config.max_len, config.d_model)
-        return {f"model.{side}.embed_positions.weight": table for side in ("encoder", "decoder")}
+        names = [f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder")]
+        return OneArray(names, lambda: sinusoids(config.max_len, config.d_model))
 
 
 def sinusoids(rows: int, d_model: int) -> np.ndarray:

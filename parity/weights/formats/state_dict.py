@@ -38,16 +38,19 @@ class StateDict(Format):
         """
         here = Converted(WeightMapping(self.rules), checkpoint.with_aliases())
 
-        def shape(name: str) -> tuple[int, ...]:
+        def shape(name: str, rank: int = 2) -> tuple[int, ...]:
             if name not in here:
                 raise FieldError(f"{self.name}: expected a tensor for our {name!r}, found none")
-            return here[name].shape
+            found = here[name].shape
+            if len(found) < rank:
+                raise FieldError(f"{self.name}: expected {rank} axes of our {name!r}, got shape {found}")
+            return found
 
         def tensor(name: str) -> str:
             """The one that it is, whatever it is called besides."""
             return checkpoint.aliases.get(here.source(name), here.source(name)) if name in here else ""
 
-        src_vocab_size, d_model = shape(SRC)
+        src_vocab_size, d_model = shape(SRC)[:2]
         tie = self._tie(tensor(SRC), tensor(TGT), tensor(OUTPUT))
         found = {
             "src_vocab_size": src_vocab_size,

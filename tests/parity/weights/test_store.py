@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from parity.weights import store
+from parity.weights import store, store_orbax, store_torch
+from parity.weights.hashes import hashes_of
 from parity.weights.problems import TensorSpec
 from parity.weights.rules import bits_equal
 from parity.weights.store import Checkpoint, StoreError, read_tensors, write_tensors
@@ -201,6 +202,23 @@ def test_a_damaged_orbax_directory_is_named(tmp_path):
     assert result.returncode == 1
     assert f"StoreError: {path}: expected" in result.stderr
     assert "damaged" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [pytest.param("w.pt", store_torch, marks=needs_torch), ("w", store_orbax)], ids=["pt", "orbax"]
+)
+def test_other_tensors_than_were_written_are_refused(tmp_path, name, module, monkeypatch):
+    one = Checkpoint(tensors={"a": np.ones(2), "b": np.zeros(3)}, metadata={"config": "x"})
+    for change, message in [
+        (lambda tensors, text: ({**tensors, "b": np.full(3, -0.0)}, text), "'b' as it was written, got other bytes"),
+        (lambda tensors, text: ({**tensors, "b": np.zeros((3, 1))}, text), "dtypes, shapes and text"),
+        (lambda tensors, text: (tensors, {"config": "y"}), "dtypes, shapes and text"),
+        (lambda tensors, text: ({"a": tensors["a"]}, text), "hashes of its tensors, got those of others"),
+    ]:
+        monkeypatch.setattr(module, "hashes_of", lambda *given, change=change: hashes_of(*change(*given)))
+        write_tensors(tmp_path / name, one)
+        with pytest.raises(StoreError, match=f"{name}: expected .*{message}"):
+            read_tensors(tmp_path / name)
 
 
 class Malicious:
