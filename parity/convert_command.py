@@ -39,7 +39,7 @@ def convert(
     """Carry a model's weights into another format, and prove that it computes the same there.
 
     Args:
-        src: A folder as transformers writes it, .pt, .safetensors, an Orbax folder, or a training run.
+        src: A folder as transformers writes it, .pt, .safetensors, .msgpack, an Orbax folder, or a training run.
         dst: A new folder or file. Of our own and of tutorials' layouts the suffix says how it is stored.
         target_format: One of `python -m parity formats`.
         source_format: Found out by itself, where names say it.

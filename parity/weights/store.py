@@ -1,4 +1,4 @@
-"""Weights in files: safetensors, torch's `.pt`, Orbax directories. Bits survive all three, bfloat16's and NaN's too.
+"""Weights in files: safetensors, torch's `.pt`, Flax's `.msgpack`, Orbax directories. Bits survive in all, NaN's too.
 
 A file is written beside its target and renamed when it is whole: whoever looks sees the old one or the new one, and a
 failure leaves nothing behind.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from parity.weights.checkpoint import Checkpoint, StoreError
+from parity.weights.store_msgpack import read_msgpack, write_msgpack
 from parity.weights.store_orbax import read_orbax, write_orbax
 from parity.weights.store_safetensors import read_safetensors, write_safetensors
 from parity.weights.store_torch import read_torch, write_torch
@@ -21,11 +22,13 @@ _READERS: dict[str, Callable[[Path], Checkpoint]] = {
     ".safetensors": read_safetensors,
     ".pt": read_torch,
     ".pth": read_torch,
+    ".msgpack": read_msgpack,
 }
 _WRITERS: dict[str, Callable[[Path, Checkpoint], None]] = {
     ".safetensors": write_safetensors,
     ".pt": write_torch,
     ".pth": write_torch,
+    ".msgpack": write_msgpack,
 }
 
 
