@@ -40,7 +40,7 @@ def convert(
 
     Args:
         src: A folder as transformers writes it, .pt, .safetensors, .msgpack, an Orbax folder, or a training run.
-        dst: A new folder or file. Of our own and of tutorials' layouts the suffix says how it is stored.
+        dst: A new folder or file (fairseq: .pt). Of our own and of tutorials' layouts the suffix says how it is stored.
         target_format: One of `python -m parity formats`.
         source_format: Found out by itself, where names say it.
         settings: Fields of our config that a file without a config does not say, such as `--set num_heads=8`.
@@ -148,7 +148,7 @@ def formats() -> int:
 
     table = Table("format", "read", "written", "whose", box=None, pad_edge=False)
     for name, format_ in FORMATS.items():
-        table.add_row(name, "yes", "yes" if format_.can_be_written else "no", format_.title)
+        table.add_row(name, "yes", "yes", format_.title)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0
 

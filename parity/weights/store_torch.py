@@ -57,14 +57,24 @@ def checkpoint_of(path: Path, state: Mapping[Any, Any], metadata: Mapping[str, s
 
 def write_torch(path: Path, checkpoint: Checkpoint) -> None:
     """A plain state dict; with metadata, {"state_dict": ..., "metadata": ...}. Aliases share storage, as in torch."""
+    state = state_dict_of(path, checkpoint)
+    save_plain(path, {"state_dict": state, "metadata": dict(checkpoint.metadata)} if checkpoint.metadata else state)
+
+
+def state_dict_of(path: Path, checkpoint: Checkpoint) -> dict[str, "torch.Tensor"]:
+    """The tensors as torch's. Raises StoreError that names `path` and the tensor of a dtype that torch lacks."""
     torch = _import_torch(path)
     state = {}
     for name, array in checkpoint.tensors.items():
         if array.dtype.name not in _DTYPES:
             raise StoreError(f"{path}: expected {name!r} of a torch dtype, got {array.dtype}")
         state[name] = _from_numpy(torch, array)
-    state |= {alias: state[name] for alias, name in checkpoint.aliases.items()}
-    torch.save({"state_dict": state, "metadata": dict(checkpoint.metadata)} if checkpoint.metadata else state, path)
+    return state | {alias: state[name] for alias, name in checkpoint.aliases.items()}
+
+
+def save_plain(path: Path, value: Any) -> None:
+    """What `load_plain` reads: tensors and plain Python. Raises StoreError without torch."""
+    _import_torch(path).save(value, path)
 
 
 def _import_torch(path: Path) -> types.ModuleType:

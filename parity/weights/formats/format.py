@@ -19,8 +19,6 @@ class Format(ABC):
     title: str
     """Whose layout it is, in a few words."""
 
-    can_be_written = True
-    """Whether `write_model` can make files of it."""
     stores_computed = True
     """Whether a file may hold what `computed` gives, or the class always computes it."""
 
