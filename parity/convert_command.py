@@ -1,4 +1,4 @@
-"""`python -m parity convert`, `inspect` and `formats`."""
+"""`python -m parity convert`, `convert-state`, `inspect` and `formats`."""
 
 import contextlib
 import dataclasses
@@ -94,6 +94,41 @@ def _tell(console: "Console", src: Path, dst: Path, done: Any) -> None:
         say(f"equal: {link}")
     for note in done.proof.notes:
         say(f"note: {note}")
+
+
+def convert_state(
+    src: tyro.conf.Positional[Path],
+    dst: tyro.conf.Positional[Path],
+    *,
+    like: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None,
+    overwrite: bool = False,
+) -> int:
+    """Carry a training in the middle of it: stop in one framework, go on in the other.
+
+    A run becomes a file for torch: {"model": ..., "optimizer": Adam's state dict, "step": ...}. Such a file becomes a
+    new run, which `python -m train run` continues.
+
+    Args:
+        src: A training run, of which the newest checkpoint is taken, or such a file.
+        dst: A new .pt file, or the folder of the new run.
+        like: For a new run: the run whose config, tokenizer and training text it has.
+        overwrite: Replace what is there.
+    """
+    from parity.weights.models import is_run
+
+    if is_run(src) != (like is None):
+        expected = "no --like with a run" if is_run(src) else "--like RUN with a file of torch"
+        raise UsageError(f"expected {expected}, got {src} and {like}")
+    try:
+        from parity.run_state import run_to_torch, torch_to_run
+    except ImportError as error:
+        raise UsageError(f"expected torch and jax to be installed, got {error}") from error
+    if like is None:
+        said = run_to_torch(src, dst, overwrite=overwrite)
+    else:
+        said = torch_to_run(src, dst, like=like, overwrite=overwrite)
+    print(f"{src} -> {dst}: {said}")
+    return 0
 
 
 def inspect(

@@ -51,7 +51,7 @@ def checkpoint_of(path: Path, state: Mapping[Any, Any], metadata: Mapping[str, s
         if first != name:
             aliases[name] = first
         else:
-            tensors[name] = _to_numpy(torch, tensor, dtype)
+            tensors[name] = array_of(tensor)
     return Checkpoint(tensors=tensors, aliases=aliases, metadata=metadata)
 
 
@@ -63,12 +63,12 @@ def write_torch(path: Path, checkpoint: Checkpoint) -> None:
 
 def state_dict_of(path: Path, checkpoint: Checkpoint) -> dict[str, "torch.Tensor"]:
     """The tensors as torch's. Raises StoreError that names `path` and the tensor of a dtype that torch lacks."""
-    torch = _import_torch(path)
+    _import_torch(path)
     state = {}
     for name, array in checkpoint.tensors.items():
         if array.dtype.name not in _DTYPES:
             raise StoreError(f"{path}: expected {name!r} of a torch dtype, got {array.dtype}")
-        state[name] = _from_numpy(torch, array)
+        state[name] = tensor_of(array)
     return state | {alias: state[name] for alias, name in checkpoint.aliases.items()}
 
 
@@ -118,14 +118,21 @@ def _unwrap(path: Path, loaded: Any) -> tuple[Mapping[Any, Any], dict[str, str]]
     return loaded[wrappers[0]], {k: v for k, v in texts if isinstance(k, str) and isinstance(v, str)}
 
 
-def _to_numpy(torch: types.ModuleType, tensor: "torch.Tensor", dtype: str) -> np.ndarray:
+def array_of(tensor: "torch.Tensor") -> np.ndarray:
+    """The values of a tensor on the CPU, not copied, of any dtype that numpy knows."""
+    import torch
+
+    dtype = str(tensor.dtype).removeprefix("torch.")
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if dtype not in _AS_INTEGERS:
         return tensor.numpy()
     return tensor.view(getattr(torch, _AS_INTEGERS[dtype])).numpy().view(np.dtype(dtype))
 
 
-def _from_numpy(torch: types.ModuleType, array: np.ndarray) -> "torch.Tensor":
+def tensor_of(array: np.ndarray) -> "torch.Tensor":
+    """The inverse; copied only where torch must not write to the array."""
+    import torch
+
     array, dtype = native(array), array.dtype.name
     # torch warns of memory it must not write to; a file read lazily, or a broadcast array, gives such.
     array = array if array.flags.writeable else array.copy()
