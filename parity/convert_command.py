@@ -116,6 +116,8 @@ def convert_state(
     """
     from parity.weights.models import is_run
 
+    if not src.exists():
+        raise FileNotFoundError(f"expected a training run or a file of torch, got {src}, which does not exist")
     if is_run(src) != (like is None):
         expected = "no --like with a run" if is_run(src) else "--like RUN with a file of torch"
         raise UsageError(f"expected {expected}, got {src} and {like}")

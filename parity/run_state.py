@@ -75,8 +75,12 @@ def torch_to_run(source: Path, output: Path, *, like: Path, overwrite: bool = Fa
     """Writes a new run that training continues, with the config, tokenizer and training text of the run `like`.
 
     Its next batch is the one after as many steps as Adam has taken. Raises StoreError, MappingError or ValueError that
-    names the file for one that is damaged or of another model, FileExistsError if `output` exists.
+    names the file for one that is damaged or of another model, FileExistsError if `output` exists, ValueError if
+    `output` would replace what is read.
     """
+    for given in (source.resolve(), like.resolve()):
+        if output.resolve() in (given, *given.parents):
+            raise ValueError(f"expected a new run apart from {given}, got {output}, which would replace it")
     config, _, record = _newest(like)
     if config.model.dtype == "float16" or config.optimizer.ema_decay is not None:
         raise ValueError(

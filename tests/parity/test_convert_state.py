@@ -316,8 +316,14 @@ def test_runs_that_cannot_be_carried_are_refused(small, carried, tmp_path):
     averaged = dataclasses.replace(small.optimizer, ema_decay=0.9)
     a_run(tmp_path / "ema", small.replace(optimizer=averaged))
     assert "moving average stays behind" in run_to_torch(tmp_path / "ema", tmp_path / "ema.pt")
-    with pytest.raises(ValueError, match="without a moving average"):
-        torch_to_run(tmp_path / "ema.pt", tmp_path / "new", like=tmp_path / "ema")
+    a_run(tmp_path / "half", small.replace(model=small.model.replace(dtype="float16")))
+    assert run_to_torch(tmp_path / "half", tmp_path / "half.pt").startswith("7 steps")
+    for name in ("ema", "half"):
+        with pytest.raises(ValueError, match="without float16 and without a moving average"):
+            torch_to_run(tmp_path / f"{name}.pt", tmp_path / "new", like=tmp_path / name)
+    for same in (carried / "run", carried, carried / "a.pt"):
+        with pytest.raises(ValueError, match="which would replace it"):
+            torch_to_run(carried / "a.pt", same, like=carried / "run", overwrite=True)
 
 
 def test_wrong_usage(carried, tmp_path, capsys):
@@ -328,3 +334,5 @@ def test_wrong_usage(carried, tmp_path, capsys):
     ]:
         assert main(["convert-state", *arguments]) == 2
         assert message in capsys.readouterr().err
+    assert main(["convert-state", str(tmp_path / "none"), new]) == 1
+    assert "which does not exist" in capsys.readouterr().err
