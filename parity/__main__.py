@@ -1,4 +1,5 @@
-"""The command line: `python -m parity check`, `check-trainer`, `record`, `selftest`, `convert`, `inspect`, `formats`.
+"""The command line: `python -m parity check`, `check-trainer`, `record`, `selftest`, `convert`, `convert-state`,
+`inspect`, `formats`.
 
 Exit status of check: 0 equal, 1 not equal, 2 wrong usage, 3 a model failed while it was built or ran;
 of check-trainer: 0 equal, 1 not equal, 2 wrong usage;
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from parity.convert_command import convert, fields_of, formats, inspect
+from parity.convert_command import convert, convert_state, fields_of, formats, inspect
 from parity.twins_command import check_trainer
 from parity.usage import UsageError
 from parity.xla_flags import set_flags
@@ -326,6 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "record": record,
         "selftest": selftest,
         "convert": convert,
+        "convert-state": convert_state,
         "inspect": inspect,
         "formats": formats,
     }

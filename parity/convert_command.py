@@ -1,4 +1,4 @@
-"""`python -m parity convert`, `inspect` and `formats`."""
+"""`python -m parity convert`, `convert-state`, `inspect` and `formats`."""
 
 import contextlib
 import dataclasses
@@ -44,8 +44,8 @@ def convert(
     """Carry a model's weights into another format, and prove that it computes the same there.
 
     Args:
-        src: A folder as transformers writes it, .pt, .safetensors, an Orbax folder, or a training run.
-        dst: A new folder or file. Of our own and of tutorials' layouts the suffix says how it is stored.
+        src: A folder as transformers writes it, .pt, .safetensors, .msgpack, an Orbax folder, or a training run.
+        dst: A new folder or file (fairseq: .pt). Of our own and of tutorials' layouts the suffix says how it is stored.
         target_format: One of `python -m parity formats`, or `run`: a folder that `python -m train translate --run` and
             `train run --init-from` take, with the model's tokenizer.
         source_format: Found out by itself, where names say it.
@@ -144,6 +144,43 @@ def _tell_ignored(say: Callable[[str], None], ignored: Mapping[str, str]) -> Non
         say(f"ignored {', '.join(every)}: {reason}")
 
 
+def convert_state(
+    src: tyro.conf.Positional[Path],
+    dst: tyro.conf.Positional[Path],
+    *,
+    like: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None,
+    overwrite: bool = False,
+) -> int:
+    """Carry a training in the middle of it: stop in one framework, go on in the other.
+
+    A run becomes a file for torch: {"model": ..., "optimizer": Adam's state dict, "step": ...}. Such a file becomes a
+    new run, which `python -m train run` continues.
+
+    Args:
+        src: A training run, of which the newest checkpoint is taken, or such a file.
+        dst: A new .pt file, or the folder of the new run.
+        like: For a new run: the run whose config, tokenizer and training text it has.
+        overwrite: Replace what is there.
+    """
+    from parity.weights.models import is_run
+
+    if not src.exists():
+        raise FileNotFoundError(f"expected a training run or a file of torch, got {src}, which does not exist")
+    if is_run(src) != (like is None):
+        expected = "no --like with a run" if is_run(src) else "--like RUN with a file of torch"
+        raise UsageError(f"expected {expected}, got {src} and {like}")
+    try:
+        from parity.run_state import run_to_torch, torch_to_run
+    except ImportError as error:
+        raise UsageError(f"expected torch and jax to be installed, got {error}") from error
+    if like is None:
+        said = run_to_torch(src, dst, overwrite=overwrite)
+    else:
+        said = torch_to_run(src, dst, like=like, overwrite=overwrite)
+    print(f"{src} -> {dst}: {said}")
+    return 0
+
+
 def inspect(
     path: tyro.conf.Positional[Path],
     *,
@@ -195,8 +232,7 @@ def formats() -> int:
 
     table = Table("format", "read", "written", "whose", box=None, pad_edge=False)
     for name, format_ in FORMATS.items():
-        yes = ("no", "yes")
-        table.add_row(name, yes[format_.can_be_read], yes[format_.can_be_written], format_.title)
+        table.add_row(name, "yes" if format_.can_be_read else "no", "yes", format_.title)
     table.add_row("run", "yes", "yes", "a run of `python -m train`, with its tokenizer; read as flax")
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     return 0

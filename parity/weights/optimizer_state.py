@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from parity.weights.mapping import WeightMapping
+from parity.weights.store_torch import array_of, tensor_of
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -65,8 +66,8 @@ def from_torch(state: Mapping[str, Any], *, names: Sequence[str] | None = None) 
         raise ValueError(f"expected one number of steps, got {sorted(steps)}")
     return AdamState(
         step=steps.pop(),
-        first={name: each["exp_avg"].detach().cpu().numpy() for name, each in of_names.items()},
-        second={name: each["exp_avg_sq"].detach().cpu().numpy() for name, each in of_names.items()},
+        first={name: array_of(each["exp_avg"].cpu()) for name, each in of_names.items()},
+        second={name: array_of(each["exp_avg_sq"].cpu()) for name, each in of_names.items()},
     )
 
 
@@ -86,8 +87,8 @@ def to_torch(adam: AdamState, state: Mapping[str, Any], *, names: Sequence[str])
         "state": {
             number: {
                 "step": torch.tensor(float(adam.step)),
-                "exp_avg": torch.tensor(adam.first[name]),
-                "exp_avg_sq": torch.tensor(adam.second[name]),
+                "exp_avg": tensor_of(adam.first[name]).clone(),
+                "exp_avg_sq": tensor_of(adam.second[name]).clone(),
             }
             for name, number in zip(names, order, strict=True)
         },

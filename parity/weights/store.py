@@ -1,4 +1,4 @@
-"""Weights in files: safetensors (one, or shards), torch's `.pt`, Orbax. Bits survive, bfloat16's and NaN's too.
+"""Weights in files: safetensors (one, or shards), torch's `.pt`, Flax's `.msgpack`, Orbax. Bits survive, NaN's too.
 
 A file is written beside its target and renamed when it is whole: whoever looks sees the old one or the new one, and a
 failure leaves nothing behind.
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from parity.weights.checkpoint import Checkpoint, StoreError
 from parity.weights.sharded import has_weights, read_weights, weights_file
+from parity.weights.store_msgpack import read_msgpack, write_msgpack
 from parity.weights.store_orbax import read_orbax, write_orbax
 from parity.weights.store_safetensors import read_safetensors, write_safetensors
 from parity.weights.store_torch import read_torch, write_torch
@@ -22,11 +23,13 @@ _READERS: dict[str, Callable[[Path], Checkpoint]] = {
     ".safetensors": read_safetensors,
     ".pt": read_torch,
     ".pth": read_torch,
+    ".msgpack": read_msgpack,
 }
 _WRITERS: dict[str, Callable[[Path, Checkpoint], None]] = {
     ".safetensors": write_safetensors,
     ".pt": write_torch,
     ".pth": write_torch,
+    ".msgpack": write_msgpack,
 }
 
 

@@ -4,7 +4,6 @@ Dots in names are levels of the tree: `encoder.final_norm.scale` is `tree["encod
 """
 
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from parity.weights.checkpoint import Checkpoint, StoreError, native
 from parity.weights.hashes import HASHES, Hashes, hashes_of
+from parity.weights.levels import flat_tensors, flatten, nest
 
 _ALIASES = "aliases"  # their place in Orbax's custom metadata, beside the free text
 
@@ -32,7 +32,7 @@ def read_orbax(path: Path) -> Checkpoint:
         tree = saved.item_metadata.tree if hasattr(saved.item_metadata, "tree") else None
         if tree is None:
             raise StoreError(f"{path}: expected a pytree saved by Orbax, got {_describe(path)}")
-        for name, leaf in _flatten(tree):
+        for name, leaf in flatten(tree):
             if not isinstance(leaf, ocp.metadata.ArrayMetadata):  # of which Python's numbers are a subclass
                 kind = type(leaf).__name__.removesuffix("Metadata").lower()
                 raise StoreError(f"{path}: expected only tensors, got {name!r}, a {kind}")
@@ -41,11 +41,7 @@ def read_orbax(path: Path) -> Checkpoint:
             restored = checkpointer.restore(path.absolute(), restore_args=as_numpy)
         except Exception as error:  # tensorstore's errors name the tensor; their types vary
             raise StoreError(f"{path}: expected whole tensors, got damaged ones: {error}") from error
-    tensors: dict[str, np.ndarray] = {}
-    for name, array in _flatten(restored):
-        if name in tensors:
-            raise StoreError(f"{path}: expected different names once levels are joined by dots, got {name!r} twice")
-        tensors[name] = np.asarray(array)
+    tensors = flat_tensors(path, restored)
     notes = dict(saved.custom_metadata or {})
     aliases = notes.pop(_ALIASES, {})
     metadata = {key: note if isinstance(note, str) else json.dumps(note) for key, note in notes.items()}
@@ -77,7 +73,7 @@ def write_orbax(path: Path, checkpoint: Checkpoint) -> None:
     notes[HASHES] = hashes_of(arrays, {**checkpoint.metadata, **checkpoint.aliases})
     if checkpoint.aliases:
         notes[_ALIASES] = dict(checkpoint.aliases)
-    tree = _nest(path, arrays)
+    tree = nest(path, arrays)
     with ocp.PyTreeCheckpointer() as checkpointer:
         try:
             checkpointer.save(path.absolute(), tree, custom_metadata=notes)
@@ -90,33 +86,3 @@ def _describe(path: Path) -> str:
         return "a damaged one"
     inside = sorted(child.parent.name for child in path.glob("*/_METADATA"))
     return "a directory without one" + (f"; one is in {', '.join(inside)}" if inside else "")
-
-
-def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if tree is None:
-        return
-    if isinstance(tree, Mapping):
-        items = [(str(key), child) for key, child in tree.items()]
-    elif isinstance(tree, (list, tuple)):
-        items = [(str(number), child) for number, child in enumerate(tree)]
-    else:
-        yield prefix, tree
-        return
-    for key, child in items:
-        yield from _flatten(child, f"{prefix}.{key}" if prefix else key)
-
-
-def _nest(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name in sorted(arrays):  # a parent sorts before its children
-        *levels, leaf = name.split(".")
-        if "" in (*levels, leaf):
-            raise StoreError(f"{path}: expected names without empty parts, got {name!r}")
-        node = tree
-        for depth, level in enumerate(levels):
-            node = node.setdefault(level, {})
-            if not isinstance(node, dict):
-                inner = ".".join(levels[: depth + 1])
-                raise StoreError(f"{path}: expected {inner!r} to be a tensor or a level, got {name!r} inside of it")
-        node[leaf] = arrays[name]
-    return tree

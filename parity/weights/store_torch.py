@@ -58,7 +58,7 @@ def checkpoint_of(path: Path, state: Mapping[Any, Any], metadata: Mapping[str, s
         if first != name:
             aliases[name] = first
         else:
-            tensors[name] = _to_numpy(torch, tensor, dtype)
+            tensors[name] = array_of(tensor)
     return Checkpoint(tensors=tensors, aliases=aliases, metadata=metadata)
 
 
@@ -69,22 +69,29 @@ def write_torch(path: Path, checkpoint: Checkpoint) -> None:
     """
     if HASHES in checkpoint.metadata:
         raise StoreError(f"{path}: expected metadata without {HASHES!r}, which has its own place, got it")
-    torch = _import_torch(path)
+    state = state_dict_of(path, checkpoint)
+    if not checkpoint.metadata:
+        save_plain(path, state)
+        return
+    arrays = {name: array_of(state[name]) for name in checkpoint.tensors}
+    hashes = hashes_of(arrays, {**checkpoint.metadata, **checkpoint.aliases})
+    save_plain(path, {"state_dict": state, "metadata": {**checkpoint.metadata, HASHES: hashes}})
+
+
+def state_dict_of(path: Path, checkpoint: Checkpoint) -> dict[str, "torch.Tensor"]:
+    """The tensors as torch's. Raises StoreError that names `path` and the tensor of a dtype that torch lacks."""
+    _import_torch(path)
     state = {}
     for name, array in checkpoint.tensors.items():
         if array.dtype.name not in _DTYPES:
             raise StoreError(f"{path}: expected {name!r} of a torch dtype, got {array.dtype}")
-        state[name] = _from_numpy(torch, array)
-    state |= {alias: state[name] for alias, name in checkpoint.aliases.items()}
-    if not checkpoint.metadata:
-        torch.save(state, path)
-        return
-    arrays = {name: state[name] for name in checkpoint.tensors}
-    hashes = hashes_of(
-        {name: _to_numpy(torch, tensor, _dtype(tensor)) for name, tensor in arrays.items()},
-        {**checkpoint.metadata, **checkpoint.aliases},
-    )
-    torch.save({"state_dict": state, "metadata": {**checkpoint.metadata, HASHES: hashes}}, path)
+        state[name] = tensor_of(array)
+    return state | {alias: state[name] for alias, name in checkpoint.aliases.items()}
+
+
+def save_plain(path: Path, value: Any) -> None:
+    """What `load_plain` reads: tensors and plain Python. Raises StoreError without torch."""
+    _import_torch(path).save(value, path)
 
 
 def _import_torch(path: Path) -> types.ModuleType:
@@ -151,14 +158,21 @@ def _dtype(tensor: "torch.Tensor") -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _to_numpy(torch: types.ModuleType, tensor: "torch.Tensor", dtype: str) -> np.ndarray:
+def array_of(tensor: "torch.Tensor") -> np.ndarray:
+    """The values of a tensor on the CPU, not copied, of any dtype that numpy knows."""
+    import torch
+
+    dtype = _dtype(tensor)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if dtype not in _AS_INTEGERS:
         return tensor.numpy()
     return tensor.view(getattr(torch, _AS_INTEGERS[dtype])).numpy().view(np.dtype(dtype))
 
 
-def _from_numpy(torch: types.ModuleType, array: np.ndarray) -> "torch.Tensor":
+def tensor_of(array: np.ndarray) -> "torch.Tensor":
+    """The inverse; copied only where torch must not write to the array."""
+    import torch
+
     array, dtype = native(array), array.dtype.name
     # torch warns of memory it must not write to; a file read lazily, or a broadcast array, gives such.
     array = array if array.flags.writeable else array.copy()

@@ -59,10 +59,25 @@ _ONLY_TRAINING = (
     *("adaptive_softmax_dropout", "adaptive_softmax_factor", "relu_dropout"),
     *("quant_noise_pq", "quant_noise_pq_block_size", "quant_noise_scalar"),
 )
-_VERSIONS = ("encoder.version", "decoder.version")
-_DUMMIES = ("encoder.embed_positions._float_tensor", "decoder.embed_positions._float_tensor")
-UNUSED = (*_VERSIONS, *_DUMMIES)
-"""Tensors that say which release has written the file, or which dtype it has, and nothing of the model."""
+_NEUTRAL: dict[str, Any] = {
+    **{name: neutral[-1] for name, neutral in _OTHERWISE.items()},
+    **dict.fromkeys(("encoder_embed_path", "decoder_embed_path")),
+    **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop", "adaptive_softmax_dropout"), 0.0),
+    **dict.fromkeys(("quant_noise_pq", "quant_noise_scalar"), 0.0),
+    **dict.fromkeys(("checkpoint_activations", "offload_activations", "merge_src_tgt_embed"), False),
+    "adaptive_softmax_factor": 4.0,
+    "quant_noise_pq_block_size": 8,
+    "min_params_to_wrap": 100_000_000,
+}
+"""Arguments that fairseq asks for when it builds the model, as they are where they do nothing."""
+VERSIONS = ("encoder.version", "decoder.version")
+"""Buffers that say which release has written the file; below 3, fairseq leaves out the norms after the stacks."""
+DUMMIES = ("encoder.embed_positions._float_tensor", "decoder.embed_positions._float_tensor")
+"""Buffers of sinusoids in older releases, which say the dtype; newer ones read past them."""
+UNUSED = (*VERSIONS, *DUMMIES)
+"""Tensors that say nothing of the model."""
+SIZES = ("src_vocab_size", "tgt_vocab_size")
+"""Fields that stand in no argument: they are the dictionaries'."""
 
 
 class Fairseq(Format):
@@ -71,7 +86,6 @@ class Fairseq(Format):
 
     name = "fairseq"
     title = "fairseq's transformer (a checkpoint with its args)"
-    can_be_written = False
     stores_computed = False
 
     def read(self, fields: Fields) -> TransformerConfig:
@@ -117,12 +131,14 @@ class Fairseq(Format):
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         """See `Format.write`."""
         pre, learned = config.norm_order == "pre", config.positions == "learned"
-        activation = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}[config.activation]
+        activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items()) if theirs != "swish"}
         values: dict[str, Any] = {
+            **_NEUTRAL,
             "arch": "transformer",
             "src_vocab_size": config.src_vocab_size,
             "tgt_vocab_size": config.tgt_vocab_size,
-            "activation_fn": activation,
+            # fairseq lists no swish, and where it is named it would call a class in the place of a function.
+            "activation_fn": activations.get(config.activation, "relu"),
             "dropout": config.dropout,
             "attention_dropout": config.attention_dropout,
             "activation_dropout": config.activation_dropout,
@@ -131,6 +147,8 @@ class Fairseq(Format):
             "no_scale_embedding": not config.embedding_scale,
             "max_source_positions": config.max_len,
             "max_target_positions": config.max_len,
+            "decoder_input_dim": config.d_model,
+            "decoder_output_dim": config.d_model,
         }
         for stack, layers in (("encoder", config.num_encoder_layers), ("decoder", config.num_decoder_layers)):
             values |= {

@@ -21,8 +21,6 @@ class Format(ABC):
 
     can_be_read = True
     """Whether `read_model` can make a model of its files."""
-    can_be_written = True
-    """Whether `write_model` can make files of it."""
     stores_computed = True
     """Whether a file may hold what `computed` gives, or the class always computes it."""
 

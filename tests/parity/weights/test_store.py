@@ -17,7 +17,7 @@ from parity.weights.store import Checkpoint, StoreError, read_tensors, write_ten
 torch = pytest.importorskip("torch") if importlib.util.find_spec("torch") else None
 needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
 
-NAMES = ["w.safetensors", pytest.param("w.pt", marks=needs_torch), "w"]
+NAMES = ["w.safetensors", pytest.param("w.pt", marks=needs_torch), "w.msgpack", "w"]
 
 
 def tensors():
@@ -57,7 +57,7 @@ def test_bits_survive(tmp_path, name):
     assert os.listdir(tmp_path / "new") == [name]
 
 
-@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.parametrize("name", NAMES[:3])
 def test_empty_tensors_survive_and_are_no_aliases(tmp_path, name):
     empty = {"a": np.zeros((0, 3), np.float32), "b": np.zeros((0, 3), np.float32)}
     write_tensors(tmp_path / name, Checkpoint(tensors=empty))
@@ -179,7 +179,7 @@ def test_orbax_trees_of_jax_arrays_lists_and_numbers(tmp_path):
         read_tensors(tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.parametrize("name", NAMES[:3])
 def test_damaged_files_are_named(tmp_path, name):
     path = tmp_path / name
     write_tensors(path, Checkpoint(tensors={"first": np.arange(5000.0), "second": np.ones(3)}))
