@@ -42,7 +42,9 @@ def folder_of(name, path, *, seed=1, separate=False, **generation):
         sizes = {"src_vocab_size": src, "tgt_vocab_size": tgt, "tie_word_embeddings": False}
     else:
         sizes = {"vocab_size": foreign_tokenizers.m2m_100(path)}
+    # Layers are what compiling takes time for, and their number is tested elsewhere.
     wide = {"d_model": 24, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    wide |= {"encoder_layers": 1, "decoder_layers": 1}
     model = random_model(name, seed, **wide, **sizes).float()
     model.generation_config.update(num_beams=3, max_length=20, length_penalty=0.8, **generation)
     model.save_pretrained(path)

@@ -20,8 +20,8 @@ from parity.weights.formats import FieldError
 from parity.weights.models import CONFIG
 from parity.weights.piece_names import piece_names
 from parity.weights.store import Checkpoint, StoreError, write_tensors
+from train.bpe import BPETokenizer
 from train.config import TokenizerConfig
-from train.tokenizer import Tokenizer
 from transformer_config import TransformerConfig
 
 MODELS = {
@@ -140,7 +140,7 @@ def test_names_of_pieces(tmp_path):
     (tmp_path / "vocab.json").write_text('{"</s>": 0, "▁a": 2, "b": 1}')
     assert piece_names(tmp_path, 3) == ("</s>", "b", "▁a")
     assert piece_names(tmp_path, 4) is None, "one has no name"
-    tokenizer = Tokenizer.train(["eins zwei", "one two"] * 3, TokenizerConfig(vocab_size=300))
+    tokenizer = BPETokenizer.train(["eins zwei", "one two"] * 3, TokenizerConfig(vocab_size=300))
     tokenizer.save(tmp_path / "tokenizer.json")
     pieces = piece_names(tmp_path, tokenizer.size)
     assert pieces[:5] == ("<pad>", "<bos>", "<eos>", "<unk>", "!")

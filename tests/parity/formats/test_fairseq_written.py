@@ -58,7 +58,7 @@ def random_config(seed):
 def our_model(path, config, *, dtype="float32", seed=0):
     weights = random_weights(config, seed=seed)
     if config.positions == "fixed":
-        table = half_minus_1_table(config.position_offset + config.max_len, config.d_model, padding_id=1)
+        table = half_minus_1_table(config)
         weights |= {f"{side}_positions.table": table for side in ("src", "tgt")}
     weights = {name: array if "table" in name else array.astype(dtype) for name, array in weights.items()}
     write_tensors(path, Checkpoint(tensors=weights, metadata={CONFIG: json.dumps(config.to_dict())}))

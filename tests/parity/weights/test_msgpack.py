@@ -140,7 +140,7 @@ def test_every_flipped_or_missing_byte_is_seen_or_harmless(tmp_path):
         ({"a": "text"}, "expected only tensors, got 'a', a str"),
         ({"a": {"b": b"bytes"}}, r"expected only tensors, got 'a\.b', a bytes"),
         ({"a.b": np.ones(1), "a": {"b": np.ones(1)}}, r"got 'a\.b' twice"),
-        ({"params": {"a": np.ones(1)}, "metadata": {"sha256": "{"}}, "expected sha256 of tensors"),
+        ({"params": {"a": np.ones(1)}, "metadata": {"sha256": "{"}}, "expected hashes of tensors"),
         ({"params": {"a": np.ones(1)}, "metadata": {"sha256": '{"b": "0"}'}}, "got those of others"),
         ({"params": {"a": np.ones(1)}, "metadata": {"sha256": '{"a": "0"}'}}, "'a' as it was written, got other bytes"),
         ({"params": {"a": np.ones(1)}, "metadata": {"aliases": '{"b": "c"}'}}, "expected alias 'b'"),
