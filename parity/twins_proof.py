@@ -107,7 +107,7 @@ class Proof:
 def prove(
     source: Path, read: Model, target: Path, written: Model | None, changed: Mapping[str, str], *, seed: int = 0
 ) -> Proof:
-    """Compares the logits of a padded batch of random ids. `written` is None for CTranslate2, whose logits they are."""
+    """Compares the logits of a padded batch of random ids. `written` is None where CTranslate2 is the target."""
     batch = random_batch(read.config, seed=seed)
     if written is not None and "positions_skip_padding" not in changed:
         batch["src"][1] = np.roll(batch["src"][1], int((batch["src"][1] == read.config.pad_id).sum()))

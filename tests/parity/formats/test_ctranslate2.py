@@ -20,6 +20,7 @@ from parity.weights.formats import FieldError
 from parity.weights.models import CONFIG
 from parity.weights.piece_names import piece_names
 from parity.weights.store import Checkpoint, StoreError, write_tensors
+from tests.parity.formats.foreign import CLASSES, random_model
 from train.bpe import BPETokenizer
 from train.config import TokenizerConfig
 from transformer_config import TransformerConfig
@@ -148,3 +149,15 @@ def test_names_of_pieces(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(StoreError, match="expected the names of a vocabulary, got a damaged file"):
         piece_names(tmp_path, 3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", CLASSES)
+def test_from_the_classes_of_transformers(kind, tmp_path):
+    random_model(kind, 11).float().save_pretrained(tmp_path / "source")
+    target = tmp_path / "opus.mt-de-en"  # a folder, whatever dots it has in its name
+    options = {"source_format": None, "settings": {}, "sinusoids": sinusoids, "prove": prove}
+    done = convert(tmp_path / "source", target, target_format="ctranslate2", **options)
+    assert [link.first for link in done.proof.links] == ["the source's own class", "our twin with the source's weights"]
+    assert done.proof.passed
+    convert(tmp_path / "source", tmp_path / "b.c", target_format=kind, **{**options, "prove": None})
