@@ -102,7 +102,7 @@ def _run_config(
     first_id = tokenizer.first_id if usual.first_id is None else usual.first_id
     forced: dict[str, Any] = {"never": usual.never, "first_id": first_id, "forced_end": usual.forced_end}
     if isinstance(usual, BeamConfig):
-        names = ("beam_size", "alpha", "length_penalty", "stopping")
+        names = ("beam_size", "alpha", "length_penalty", "stopping", "renormalize")
         looked_for = SearchConfig(**forced, **{name: getattr(usual, name) for name in names})
     else:
         looked_for = SearchConfig(**forced, beam_size=1 if search is not None else 4)

@@ -214,6 +214,8 @@ class SearchConfig:
     """Exponent of the penalty for length."""
     length_penalty: LengthPenalty = "length"
     stopping: Stopping = "bound"
+    renormalize: bool = False
+    """See BeamConfig."""
     never: tuple[int, ...] | None = None
     """Ids that are never chosen; None: padding and the start."""
     first_id: int | None = None

@@ -10,6 +10,7 @@ from train.config import (
     CorpusConfig,
     EvaluationConfig,
     OptimizerConfig,
+    SearchConfig,
     TokenizerConfig,
     TrainConfig,
 )
@@ -83,6 +84,7 @@ def _multi30k(source: str, target: str) -> TrainConfig:
             ema_decay=0.998,
         ),
         evaluation=EvaluationConfig(batch_size=64, max_decode_len=80),
+        search=SearchConfig(alpha=1.0),
         checkpoint=CheckpointConfig(every_steps=100),
         epochs=20,
     )

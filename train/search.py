@@ -86,6 +86,7 @@ class SearchOptions:
             length_penalty=self.length_penalty or run.length_penalty,
             alpha=run.alpha if self.alpha is None else self.alpha,
             stopping=self.stopping or run.stopping,
+            renormalize=run.renormalize,
         )
 
 

@@ -7,7 +7,7 @@ import torch
 
 import torch_reference
 from flax_transformer.decoding import beam_search
-from flax_transformer.parameters import abstract_model, fixed_shapes, parameter_shapes, with_parameters
+from flax_transformer.parameters import abstract_model, with_parameters
 from parity.weights.formats import FORMATS, FieldError, Fields
 from parity.weights.formats.generation import DEFAULTS, read_generation
 from parity.weights.rules import bits_equal
@@ -60,15 +60,16 @@ def test_logits_and_gradients_of_the_reference(name, seed):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("name", CLASSES)
 def test_logits_of_the_flax_twin(name, seed):
-    model = random_model(name, 100 + seed)
+    model = random_model(name, seed)
     config, weights = carried(model)
-    shapes = parameter_shapes(config) | fixed_shapes(config)
-    params = twin_mapping(tied=config.tie_embeddings == "all").apply(weights, expected=shapes)
+    params = twin_mapping(tied=config.tie_embeddings == "all").apply(weights)
     src, tgt_in, tgt = batch(config, seed)
-    run = jax.jit(lambda params, src, tgt: with_parameters(abstract_model(config), params)(src, tgt))
+    # Compiling is what takes the time, and tracing: the model is traced once, and its shapes are checked in there.
+    abstract = abstract_model(config)
+    run = jax.jit(lambda params, src, tgt: with_parameters(abstract, params)(src, tgt))
     ours = np.asarray(run(params, src.astype(np.int32), tgt_in.astype(np.int32)))
     real = tgt != config.pad_id
     assert_near(ours[real], their_logits(model, src, tgt_in).detach().numpy()[real], what="logits")
