@@ -36,7 +36,7 @@ from train.corpus import load_split  # noqa: E402
 from train.decode_shapes import source_rows  # noqa: E402
 from train.translate import TrainedRun, load_run  # noqa: E402
 from train.translator import Translator  # noqa: E402
-from transformer_config import EOS_ID, BeamConfig  # noqa: E402
+from transformer_config import BeamConfig  # noqa: E402
 
 SEARCH = BeamConfig(beam_size=4, alpha=0.6, max_len=80, max_len_ratio=2.0)
 BATCH_SIZES, DEVICES = (1, 7, 64), (1, 8)
@@ -47,7 +47,8 @@ def against_reference(trained: TrainedRun, sentences: list[list[int]]) -> dict[s
     search = dataclasses.replace(SEARCH, num_hypotheses=SEARCH.beam_size)
     config = trained.config.model.replace(dtype="float64", param_dtype="float64")
     params = {name: np.asarray(array).astype(np.float64) for name, array in trained.params.items()}
-    src = source_rows(sentences, rows=len(sentences), src_len=max(map(len, sentences)))
+    longest = max(map(len, sentences))
+    src = source_rows(sentences, rows=len(sentences), src_len=longest, pad_id=config.pad_id)
     with jax.enable_x64(True):
         model = abstract_model(config)
         decode = jax.jit(lambda params, src: beam_search(with_parameters(model, params), src, config=search, slots=64))
@@ -95,7 +96,7 @@ def main() -> None:
     if arguments.data is not None:
         corpus = dataclasses.replace(corpus, path=arguments.data)
     lines = list(load_split(corpus, arguments.split).source)
-    sentences = [[*ids, EOS_ID] for ids in trained.tokenizer.encode([line.strip() for line in lines])]
+    sentences = trained.tokenizer.encode_sources([line.strip() for line in lines])
     figures = {
         "identical to batch 64 on 1 device": against_itself(arguments.run, lines),
         "reference, float64": against_reference(trained, sentences),

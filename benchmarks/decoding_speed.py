@@ -140,7 +140,7 @@ class CTranslate2:
 
 
 def _encoded(trained: TrainedRun, lines: list[str]) -> list[list[int]]:
-    return [[*ids, EOS_ID] for ids in trained.tokenizer.encode([line.strip() for line in lines])]
+    return trained.tokenizer.encode_sources([line.strip() for line in lines])
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import io
 import json
 
 import sentencepiece
+import transformers
 
 GERMAN = (
     "der kleine Hund sieht den großen Hund",
@@ -89,3 +90,12 @@ def fsmt(folder):
     settings = {"langs": ["de", "en"], "tokenizer_class": "FSMTTokenizer"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return tuple(sizes)
+
+
+def nllb(folder):
+    """Returns the size of the vocabulary, tags of two hundred languages included."""
+    letters = sorted({letter for line in GERMAN + ENGLISH for letter in line if letter != " "})
+    vocabulary = {piece: i for i, piece in enumerate(["<s>", "<pad>", "</s>", "<unk>", "▁", *letters])}
+    tokenizer = transformers.NllbTokenizer(vocab=vocabulary, merges=[])
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)

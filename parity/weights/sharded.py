@@ -1,5 +1,6 @@
 """Checkpoints in several files: shards of safetensors (or of torch's `.bin`) and an index that says which has what."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -158,6 +159,7 @@ class Beside:
         self._part = path.with_name(f".{uuid.uuid4().hex[:8]}-{path.name}")
 
     def __enter__(self) -> Path:
+        self._new_parents = [folder for folder in self._path.parents if not folder.exists()]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         return self._part
 
@@ -167,6 +169,10 @@ class Beside:
                 self._replace()
         finally:
             _remove(self._part)
+            if not self._path.exists():
+                for folder in self._new_parents:
+                    with contextlib.suppress(OSError):  # of a folder in which there is something else by now
+                        folder.rmdir()
 
     def _replace(self) -> None:
         for file in [self._part, *self._part.rglob("*")]:

@@ -41,20 +41,23 @@ def folder_of(name, path, *, seed=1, separate=False, **generation):
         src, tgt = foreign_tokenizers.fsmt(path)
         sizes = {"src_vocab_size": src, "tgt_vocab_size": tgt, "tie_word_embeddings": False}
     else:
-        sizes = {"vocab_size": foreign_tokenizers.m2m_100(path)}
+        sizes = {"vocab_size": getattr(foreign_tokenizers, name)(path)}
     # Layers are what compiling takes time for, and their number is tested elsewhere.
     wide = {"d_model": 24, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     wide |= {"encoder_layers": 1, "decoder_layers": 1}
-    model = random_model(name, seed, **wide, **sizes).float()
+    model = random_model("m2m_100" if name == "nllb" else name, seed, **wide, **sizes).float()
     model.generation_config.update(num_beams=3, max_length=20, length_penalty=0.8, **generation)
     model.save_pretrained(path)
     return model
 
 
+LANGUAGES = {"m2m_100": ("de", "en"), "nllb": ("deu_Latn", "eng_Latn")}
+
+
 def imported(tmp_path, name, *options, **changes):
     """The run, and the model that it was."""
     model = folder_of(name, tmp_path / "theirs", **changes)
-    more = ("--languages", "de", "en") if name == "m2m_100" else ()
+    more = ("--languages", *LANGUAGES[name]) if name in LANGUAGES else ()
     assert cli.main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "run", *more, *options]) == 0
     return tmp_path / "ours", model
 
@@ -62,7 +65,9 @@ def imported(tmp_path, name, *options, **changes):
 def their_translations(folder, model, *, languages=None):
     named = {} if languages is None else dict(zip(("src_lang", "tgt_lang"), languages, strict=True))
     tokenizer = AutoTokenizer.from_pretrained(folder, **named)
-    forced = {} if languages is None else {"forced_bos_token_id": tokenizer.get_lang_id(languages[1])}
+    forced = {}
+    if languages is not None:  # the tag that a target begins with, which the decoder has to be told
+        forced["forced_bos_token_id"] = tokenizer(text_target=[""]).input_ids[0][0]
     with torch.no_grad():
         found = [model.generate(**tokenizer([line.strip()], return_tensors="pt"), **forced)[0] for line in LINES]
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
@@ -86,11 +91,13 @@ def test_fsmt_translates_as_generate_does(tmp_path):
     assert our_translations(run_dir) == their_translations(tmp_path / "theirs", model)
 
 
-def test_m2m_100_translates_into_the_language_that_is_asked_for(tmp_path):
-    run_dir, model = imported(tmp_path, "m2m_100")
-    theirs = their_translations(tmp_path / "theirs", model, languages=("de", "en"))
+@pytest.mark.parametrize(("name", "another"), [("m2m_100", "fr"), ("nllb", "fra_Latn")])
+def test_translations_are_in_the_language_that_is_asked_for(tmp_path, name, another):
+    run_dir, model = imported(tmp_path, name)
+    source, target = LANGUAGES[name]
+    theirs = their_translations(tmp_path / "theirs", model, languages=(source, target))
     assert our_translations(run_dir) == theirs
-    assert theirs != their_translations(tmp_path / "theirs", model, languages=("de", "fr"))
+    assert theirs != their_translations(tmp_path / "theirs", model, languages=(source, another))
 
 
 def test_the_config_says_what_generation_config_said(tmp_path):

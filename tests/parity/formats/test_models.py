@@ -152,3 +152,17 @@ def test_what_a_format_cannot_say_is_refused(kind, changes, message, tmp_path):
     with pytest.raises(FieldError, match=message):
         carry(tmp_path / "a.safetensors", tmp_path / "b", kind)
     assert [child.name for child in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_folders_that_were_made_for_it_go_with_it(tmp_path):
+    def broken_off():
+        with Beside(tmp_path / "new" / "folder" / "model") as path:
+            path.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        broken_off()
+    assert not list(tmp_path.iterdir())
+    with Beside(tmp_path / "new" / "model") as path:
+        path.write_text("whole")
+    assert (tmp_path / "new" / "model").read_text() == "whole"
