@@ -170,7 +170,7 @@ def convert_state(
         expected = "no --like with a run" if is_run(src) else "--like RUN with a file of torch"
         raise UsageError(f"expected {expected}, got {src} and {like}")
     try:
-        from parity.run_state import run_to_torch, torch_to_run
+        from parity.twins_state import run_to_torch, torch_to_run
     except ImportError as error:
         raise UsageError(f"expected torch and jax to be installed, got {error}") from error
     if like is None:

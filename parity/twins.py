@@ -219,6 +219,11 @@ def checkpoint_pair(run: Path, *, pairs: int = 24) -> Pair:
     # To float32 every narrower dtype goes exactly; a float64 weight is rounded, for both sides alike.
     params = {name: np.asarray(array).astype(np.float32) for name, array in trained.params.items()}
     weights = twin_mapping(tied=config.tie_embeddings == "all").inverse().apply(params)
+    batches: tuple[Inputs, ...] = (random_batch(config, seed=0), random_batch(config, seed=1, src_len=23, tgt_len=19))
+    if trained.config.tokenizer.kind == "bpe" or not trained.config.corpus.is_missing:
+        batches = _real_batches(trained, pairs=pairs)
+    else:
+        name = f"{name}, on random ids, for it has no text of its own"
     optimizer = trained.config.optimizer
     if not has_reference(optimizer):
         name = f"{name}, where Adam and Noam take the place of {optimizer.name} and {optimizer.schedule}"
@@ -226,7 +231,7 @@ def checkpoint_pair(run: Path, *, pairs: int = 24) -> Pair:
     return twin_pair(
         config,
         weights=weights,
-        batches=_real_batches(trained, pairs=pairs),
+        batches=batches,
         name=name,
         optimizer=optimizer,
         smoothing=trained.config.label_smoothing,

@@ -13,9 +13,10 @@ from parity.weights.lazy import Converted
 from parity.weights.models import WholeTensors, Written, is_run, write_model
 from parity.weights.twins import reference_shapes, twin_mapping
 from train.checkpoint import Checkpoints, RunRecord
-from train.config import BatchConfig, CorpusConfig, EvaluationConfig, SearchConfig, TokenizerConfig, TrainConfig
+from train.config import BatchConfig, CorpusConfig, EvaluationConfig, TokenizerConfig, TrainConfig
 from train.run_dir import RunDir
-from train.transformers_tokenizer import TransformersTokenizer
+from train.search import SearchConfig
+from train.transformers_tokenizer import TransformersTokenizer, files_of
 from transformer_config import BeamConfig, LengthConfig, TransformerConfig
 
 TARGET = "run"
@@ -38,15 +39,16 @@ class Writer:
     def __call__(self, model: Model, path: Path, format_name: str, *, source: Path, **options: Any) -> Written:
         """Raises FieldError, StoreError, or ValueError for a tokenizer that is missing or does not fit."""
         if format_name == TARGET:
+            if options.get("max_shard_bytes") is not None:
+                raise ValueError(f"--max-shard-bytes: expected none with --to {TARGET}, which Orbax writes")
             return self._write_run(model, path, source=source)
         for option, given in (("--tokenizer", self.tokenizer), ("--languages", self.languages)):
             if given is not None:
                 raise ValueError(f"{option}: expected only with --to {TARGET}, got it with --to {format_name}")
         written = write_model(model, path, format_name, source=source, **options)
         if path.is_dir() and (path / "generation_config.json").is_file() and is_run(source):
-            tokenizer = RunDir(source).tokenizer()
-            if isinstance(tokenizer, TransformersTokenizer):
-                tokenizer.write_files(path)
+            for name, data in files_of(RunDir(source).tokenizer_file).items():
+                (path / name).write_bytes(data)
         return written
 
     def _write_run(self, model: Model, path: Path, *, source: Path) -> Written:
@@ -55,7 +57,7 @@ class Writer:
         run = _run_config(config, model.search, tokenizer, self.run_dir)
         whole = WholeTensors(source, model.weights, reference_shapes(config))
         carried = Converted(twin_mapping(tied=config.tie_embeddings == "all"), whole)
-        params = {name: carried[name].astype(np.float32) for name in carried}
+        params = {name: _float32(carried[name], f"{source}: {name}") for name in carried}
         record = RunRecord(
             config=run.to_dict(),
             tokenizer=tokenizer.to_json(),
@@ -80,7 +82,8 @@ class Writer:
             raise FieldError(f"{source}: expected a model to import, got a run, which needs no importing")
         folder = self.tokenizer or source
         if not folder.is_dir():
-            raise ValueError(f"{source}: expected --tokenizer FOLDER with the files of its tokenizer, got none")
+            given = "none" if self.tokenizer is None else f"{folder}, which is no folder"
+            raise ValueError(f"{source}: expected --tokenizer FOLDER with the files of its tokenizer, got {given}")
         special = {name: getattr(config, name) for name in ("pad_id", "bos_id", "eos_id")}
         try:
             tokenizer = TransformersTokenizer.of_folder(folder, languages=self.languages, **special)
@@ -94,13 +97,26 @@ class Writer:
         return tokenizer
 
 
+def _float32(array: np.ndarray, name: str) -> np.ndarray:
+    if array.dtype.itemsize > np.dtype(np.float32).itemsize:
+        raise FieldError(f"{name}: expected at most float32, which runs are trained in, got {array.dtype}")
+    return array.astype(np.float32)
+
+
 def _run_config(
     config: TransformerConfig, search: LengthConfig | None, tokenizer: TransformersTokenizer, run_dir: Path
 ) -> TrainConfig:
     limit = config.sequence_limit or LONGEST
     usual = search or LengthConfig(max_len=LONGEST)
-    first_id = tokenizer.first_id if usual.first_id is None else usual.first_id
-    forced: dict[str, Any] = {"never": usual.never, "first_id": first_id, "forced_end": usual.forced_end}
+    forced: dict[str, Any] = {
+        "never": usual.never,
+        # What was asked for with the languages counts more than what generation_config.json forces.
+        "first_id": usual.first_id if tokenizer.first_id is None else tokenizer.first_id,
+        "forced_end": usual.forced_end,
+        "min_len": usual.min_len,
+        "max_len_growth": 0.0 if search is not None else 2.0,
+        "max_len_ratio": None if search is not None else 2.0,
+    }
     if isinstance(usual, BeamConfig):
         names = ("beam_size", "alpha", "length_penalty", "stopping", "renormalize")
         looked_for = SearchConfig(**forced, **{name: getattr(usual, name) for name in names})

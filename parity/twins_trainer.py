@@ -30,6 +30,7 @@ from torch_reference import training as reference
 from train.batching import Batch
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
+from train.init_from import adopted
 from train.loop import Trainer
 from train.parallel import Devices
 from train.prepare import prepare
@@ -102,6 +103,7 @@ class Both:
 
     def __init__(self, config: TrainConfig, folder: Path, *, console: Console):
         config = config.replace(run_dir=folder, corpus=dataclasses.replace(config.corpus, cache=folder / "cache"))
+        config = comparable(adopted(config))
         run_dir = RunDir(folder)
         run_dir.write_config(config)
         data = prepare(config, run_dir, console=console)

@@ -124,7 +124,7 @@ def attention_maps(trained: TrainedRun, sentence: str, *, translation: str | Non
     if translation is None:
         # At most as long as the run translates.
         max_len = min(max(trained.config.evaluation.max_decode_len, 2 * len(src)), limit)
-        written = _greedy(model, src, LengthConfig(max_len=max_len, **trained.config.search.forced))
+        written = _greedy(model, src, LengthConfig(max_len=max_len, **trained.config.search.of_vocabulary))
     else:
         (written,) = tokenizer.encode_targets([_text(translation, name="translation")])
         _check_length(written, limit, name="translation")

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from train.search import SearchConfig
 from transformer_config import BOS_ID, EOS_ID, PAD_ID, TransformerConfig
-from transformer_config.decoding import LengthPenalty, Stopping
 
 T = TypeVar("T")
 
@@ -64,6 +64,11 @@ class CorpusConfig:
                 f"got {self.hub_config!r}"
             )
         _expect_positive("corpus", self, "num_pairs")
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it is a folder of files that is not there, as with imported models."""
+        return self.kind in ("files", "iwslt") and self.path is not None and not self.path.is_dir()
 
     @property
     def hub_is_converted(self) -> bool:
@@ -205,34 +210,6 @@ class EvaluationConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchConfig:
-    """How translations of this model are looked for, where the command line says nothing else."""
-
-    beam_size: int = 4
-    """1: greedily."""
-    alpha: float = 0.6
-    """Exponent of the penalty for length."""
-    length_penalty: LengthPenalty = "length"
-    stopping: Stopping = "bound"
-    renormalize: bool = False
-    """See BeamConfig."""
-    never: tuple[int, ...] | None = None
-    """Ids that are never chosen; None: padding and the start."""
-    first_id: int | None = None
-    """The piece that every translation begins with, such as the tag of a language."""
-    forced_end: bool = False
-    """Whether the last piece that a translation may have is its end."""
-
-    def __post_init__(self) -> None:
-        _expect_positive("search", self, "beam_size")
-
-    @property
-    def forced(self) -> dict[str, Any]:
-        """The fields that every search of this model has, greedy ones too."""
-        return {name: getattr(self, name) for name in ("never", "first_id", "forced_end")}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the run is saved, and how much of it is kept."""
 
@@ -318,7 +295,7 @@ class TrainConfig:
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    search: SearchConfig = SearchConfig()
+    search: SearchConfig = dataclasses.field(default_factory=SearchConfig)
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
     report: ReportConfig = ReportConfig()

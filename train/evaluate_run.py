@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import hashlib
-import importlib.metadata
 import json
 import re
 import sys
@@ -18,10 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from train.config import CorpusConfig
+from train.config import CorpusConfig, TrainConfig
 from train.corpus import ParallelText, load_split, split_name
 from train.evaluate import Scores, score
-from train.run_dir import RECORDED_PACKAGES, RunDir, write_whole
+from train.run_dir import RunDir, recorded_versions, write_whole
 from train.search import DEFAULT_SEARCH, Search, SearchOptions
 from train.significance import BOOTSTRAP_SAMPLES, Difference, compare
 from train.translate import LONGEST_SOURCE, TrainedRun, load_run
@@ -94,7 +93,7 @@ class EvaluationReport:
             "search": {"kind": KINDS[type(self.search)]} | dataclasses.asdict(self.search) | {"seed": self.seed},
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "python": sys.version.split()[0],
-            "versions": {name: importlib.metadata.version(name) for name in RECORDED_PACKAGES},
+            "versions": recorded_versions(),
         }
         for other in self.evaluations[1:]:
             differences = [dataclasses.asdict(each) | {"difference": each.difference} for each in self.differences]
@@ -156,13 +155,21 @@ def evaluate_run(
     seed = options.seed if isinstance(search, SamplingConfig) else None
     console.print(f"Search: {_in_words(search, seed=seed)}.")
     output.parent.mkdir(parents=True, exist_ok=True)  # where that cannot be, nobody waits for translations first
-    evaluations = tuple(_evaluate(each, search=search, seed=seed, console=console) for each in candidates)
+    evaluations = tuple(
+        _evaluate(each, search=_with_its_ids(search, each.trained.config), seed=seed, console=console)
+        for each in candidates
+    )
     differences = compare(*(each.hypotheses for each in evaluations), references=first.text.target) if against else ()
     report = EvaluationReport(search=search, seed=seed, evaluations=evaluations, differences=differences)
     show_evaluation(console, report)
     for file in _write(report, output):
         console.print(Text(f"Written: {file}"), soft_wrap=True)
     return report
+
+
+def _with_its_ids(search: Search, config: TrainConfig) -> Search:
+    """The same search with what a model's own vocabulary has to be: ids never chosen, tags of languages."""
+    return dataclasses.replace(search, **config.search.of_vocabulary)
 
 
 def _check_options(options: SearchOptions, *, average_last: int | None, ema: bool) -> None:

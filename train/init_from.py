@@ -1,5 +1,6 @@
 """A run that begins with the parameters of another, such as an imported model that is to be fine-tuned."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from flax_transformer.parameters import fixed_shapes
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.run_dir import RunDir
+from train.search import SearchConfig
 from train.state import TrainState, initial_state
 
 OF_TRAINING = (
@@ -25,6 +27,8 @@ OF_TRAINING = (
 def adopted(config: TrainConfig) -> TrainConfig:
     """The config with model, tokenizer and search of the run that it begins with, if it begins with one.
 
+    Of the search what the config says otherwise than usual is kept.
+
     A run that has begun keeps what it adopted then, so that it can be continued where the other has gone. Raises
     FileNotFoundError or ValueError that names the folder of the other.
     """
@@ -36,8 +40,11 @@ def adopted(config: TrainConfig) -> TrainConfig:
         raise FileNotFoundError(f"init_from: expected the folder of a run, found no {source.path}")
     found = source.read_config()
     of_training = {name: getattr(config.model, name) for name in OF_TRAINING}
+    usual = SearchConfig()
+    asked_for = {name: value for name, value in vars(config.search).items() if value != getattr(usual, name)}
+    search = dataclasses.replace(found.search, **asked_for)
     try:
-        return config.replace(model=found.model.replace(**of_training), tokenizer=found.tokenizer, search=found.search)
+        return config.replace(model=found.model.replace(**of_training), tokenizer=found.tokenizer, search=search)
     except ValueError as error:
         raise ValueError(f"init_from: expected a model for this run, got that of {source.path}: {error}") from error
 

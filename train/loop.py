@@ -84,6 +84,8 @@ def run(config: TrainConfig, *, console: Console) -> RunResult:
         restore_tokenizer(run_dir, checkpoints)
         data = prepare(config, run_dir, console=console)
         config = config.with_vocabulary(data.tokenizer.size)
+        if config.init_from is not None:
+            console.print(f"Parameters, model and tokenizer are those of {config.init_from}.")
         show_run(console, config=config, data=data, devices=devices)
         trainer = Trainer(
             config, data=data, run_dir=run_dir, checkpoints=checkpoints, console=console, devices=devices, stop=stop

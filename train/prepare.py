@@ -54,9 +54,14 @@ def prepare(config: TrainConfig, run_dir: RunDir, *, console: Console) -> Prepar
         elif (adopted := tokenizer_text(config)) is not None:
             write_whole(run_dir.tokenizer_file, adopted)
             tokenizer = run_dir.tokenizer()
+        elif config.tokenizer.kind != "bpe":
+            raise ValueError(
+                f"tokenizer.kind: expected 'bpe' where no init_from brings another, got {config.tokenizer.kind!r}"
+            )
         else:
             tokenizer = BPETokenizer.train(itertools.chain.from_iterable(corpus.train), config.tokenizer)
             tokenizer.save(run_dir.tokenizer_file)
+        tokenizer.expect_model(config.model)
         with encoding(console, total=len(corpus.train)) as progress:
             folder = config.corpus.cache / f"{corpus.train.sha256[:16]}-{tokenizer.sha256[:16]}"
             encoded = encode_to_disk(corpus.train, tokenizer, folder, progress=progress)

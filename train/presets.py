@@ -10,10 +10,10 @@ from train.config import (
     CorpusConfig,
     EvaluationConfig,
     OptimizerConfig,
-    SearchConfig,
     TokenizerConfig,
     TrainConfig,
 )
+from train.search import SearchConfig
 from transformer_config import TransformerConfig
 
 

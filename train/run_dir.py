@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import fcntl
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shlex
@@ -47,6 +48,14 @@ RECORDED_PACKAGES = (
     "sacrebleu",
 )
 """Whose versions a run notes down."""
+OPTIONAL_PACKAGES = ("transformers", "sentencepiece", "sacremoses")
+"""Likewise, where they are installed: imported models' tokenizers need them."""
+
+
+def recorded_versions() -> dict[str, str]:
+    """Of what a run's results may depend on."""
+    optional = (name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name) is not None)
+    return {name: importlib.metadata.version(name) for name in (*RECORDED_PACKAGES, *optional)}
 
 
 class RunDir:
@@ -145,7 +154,7 @@ class RunDir:
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": shlex.join(["python", "-m", "train", *sys.argv[1:]]),
             "python": sys.version.split()[0],
-            "versions": {name: importlib.metadata.version(name) for name in RECORDED_PACKAGES},
+            "versions": recorded_versions(),
         }
         self.path.mkdir(parents=True, exist_ok=True)
         with self.starts_file.open("a", encoding="utf-8") as file:

@@ -1,8 +1,8 @@
 """How translations are looked for, as the command line says it. Light: `--help` must not wait for jax."""
 
 import dataclasses
+from typing import Any
 
-from train.config import SearchConfig
 from transformer_config import BeamConfig, LengthConfig, SamplingConfig
 from transformer_config.decoding import LengthPenalty, Stopping
 
@@ -15,6 +15,40 @@ def translations_of_each(search: Search) -> int:
     if isinstance(search, BeamConfig):
         return search.num_hypotheses
     return search.num_samples if isinstance(search, SamplingConfig) else 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """How translations of this model are looked for, where the command line says nothing else."""
+
+    beam_size: int = 4
+    """1: greedily."""
+    alpha: float = 0.6
+    """Exponent of the penalty for length."""
+    length_penalty: LengthPenalty = "length"
+    stopping: Stopping = "bound"
+    renormalize: bool = False
+    """See BeamConfig."""
+    never: tuple[int, ...] | None = None
+    """Ids that are never chosen; None: padding and the start."""
+    first_id: int | None = None
+    """The piece that every translation begins with, such as the tag of a language."""
+    forced_end: bool = False
+    """Whether the last piece that a translation may have is its end."""
+    min_len: int = 0
+    max_len_growth: float = 2.0
+    """`evaluation.max_decode_len` is raised to so many pieces for each of the source where that is more."""
+    max_len_ratio: float | None = 2.0
+    """See LengthConfig."""
+
+    def __post_init__(self) -> None:
+        if self.beam_size < 1:
+            raise ValueError(f"search.beam_size: expected at least 1, got {self.beam_size}")
+
+    @property
+    def of_vocabulary(self) -> dict[str, Any]:
+        """The fields that every search of this model has, greedy ones too: ids of its own vocabulary."""
+        return {name: getattr(self, name) for name in ("never", "first_id", "forced_end")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,10 +82,11 @@ class SearchOptions:
     max_len: int | None = None
     """Pieces of a translation, at most; by default the run's evaluation.max_decode_len, or twice those of the source
     where that is more."""
-    max_len_ratio: float | None = 2.0
-    """And at most so many for each piece of the source, and ten more."""
+    max_len_ratio: float | None = None
+    """And at most so many for each piece of the source, and ten more. By default the run's search.max_len_ratio: 2,
+    or none for an imported model."""
 
-    def search(self, *, max_len: int, run: SearchConfig = SearchConfig()) -> Search:  # noqa: B008
+    def search(self, *, max_len: int, run: SearchConfig = SearchConfig()) -> Search:
         """What is asked for, and `max_len` and the run's own search where nothing is.
 
         Raises ValueError for what cannot be.
@@ -62,12 +97,12 @@ class SearchOptions:
                 if getattr(self, name) != default:
                     raise ValueError(f"--{name.replace('_', '-')}: expected only with --sample")
         lengths = LengthConfig(
-            min_len=self.min_len,
+            min_len=self.min_len or run.min_len,
             min_len_ratio=self.min_len_ratio,
             max_len=self.max_len or max_len,
-            max_len_growth=0.0 if self.max_len else 2.0,
-            max_len_ratio=self.max_len_ratio,
-            **run.forced,
+            max_len_growth=0.0 if self.max_len else run.max_len_growth,
+            max_len_ratio=run.max_len_ratio if self.max_len_ratio is None else self.max_len_ratio,
+            **run.of_vocabulary,
         )
         given = {field.name: getattr(lengths, field.name) for field in dataclasses.fields(lengths)}
         if self.sample:

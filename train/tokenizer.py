@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from transformer_config import TransformerConfig
+
 Side = Literal["source", "target"]
 
 
@@ -49,6 +51,14 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def to_json(self) -> str:
         """All of it, as `save` writes it."""
+
+    def expect_model(self, model: TransformerConfig) -> None:
+        """Raises ValueError for a model with other ids of padding, start and end."""
+        for name in ("pad_id", "bos_id", "eos_id"):
+            if getattr(model, name) != getattr(self, name):
+                raise ValueError(
+                    f"expected a tokenizer with the model's {name}={getattr(model, name)}, got {getattr(self, name)}"
+                )
 
     @property
     def sha256(self) -> str:

@@ -5,7 +5,6 @@ run.
 """
 
 import base64
-import binascii
 import contextlib
 import json
 import tempfile
@@ -40,6 +39,7 @@ class TransformersTokenizer(Tokenizer):
             self._reversed = _reversed(self._tokenizer, folder)
         tags = getattr(self._tokenizer, "lang_token_to_id", {})
         vocabularies = (self._tokenizer.get_vocab(), _target_vocabulary(self._tokenizer), tags)
+        self._target_ids = {*vocabularies[1].values(), *tags.values()}
         self._size = 1 + max(id_ for vocabulary in vocabularies for id_ in vocabulary.values())
         self._check_special_ids()
 
@@ -57,10 +57,12 @@ class TransformersTokenizer(Tokenizer):
                 tokenizer.save_pretrained(saved)
                 files = {path.name: path.read_bytes() for path in sorted(Path(saved).iterdir())}
         except (OSError, KeyError, TypeError, AssertionError) as error:  # its ways of saying that a file is missing
+            if languages is not None and isinstance(error, KeyError) and error.args[0] in languages:
+                message = f"{folder}: --languages: expected languages of its tokenizer, got {error.args[0]!r}"
+                raise ValueError(message) from error
             raise ValueError(f"{folder}: expected a tokenizer that transformers reads, got {error!r}") from error
         found = cls(files, languages=languages, pad_id=pad_id, bos_id=bos_id, eos_id=eos_id)
-        if languages is None and found.has_language_tags:
-            raise ValueError(f"{folder}: expected --languages SOURCE TARGET, for a tokenizer with tags of languages")
+        found._check_languages(folder)
         return found
 
     @classmethod
@@ -68,17 +70,12 @@ class TransformersTokenizer(Tokenizer):
         """The inverse of `to_json`. Raises ValueError for text that is something else."""
         try:
             values = json.loads(text)
-            files = {name: base64.b64decode(data, validate=True) for name, data in values["files"].items()}
+            files = _files(values)
             special = {name: int(values[name]) for name in ("pad_id", "bos_id", "eos_id")}
             languages = values["languages"] and (str(values["languages"][0]), str(values["languages"][1]))
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, binascii.Error) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"expected the files of a tokenizer, got {error!r}") from error
         return cls(files, languages=languages, **special)
-
-    def write_files(self, folder: Path) -> None:
-        """Writes its files, as `transformers` reads them, into an existing folder."""
-        for name, data in self._files.items():
-            (folder / name).write_bytes(data)
 
     @property
     def size(self) -> int:
@@ -88,8 +85,10 @@ class TransformersTokenizer(Tokenizer):
     @property
     def languages(self) -> tuple[str, str] | None:
         """Source and target, where they are known."""
-        if self._languages is not None:
-            return self._languages
+        return self._languages or self._own_languages
+
+    @property
+    def _own_languages(self) -> tuple[str, str] | None:
         for names in (("source_lang", "target_lang"), ("src_lang", "tgt_lang")):
             source, target = (getattr(self._tokenizer, name, None) for name in names)
             if source is not None and target is not None:
@@ -145,8 +144,23 @@ class TransformersTokenizer(Tokenizer):
                 raise ValueError(f"expected piece ids of at least 0, got {id_}")
             if id_ == self.eos_id:
                 break
-            kept.append(id_)
+            kept.append(id_ if id_ in self._target_ids else self._tokenizer.unk_token_id)
         return kept
+
+    def _check_languages(self, folder: Path) -> None:
+        if not self.has_language_tags:
+            own = self._own_languages
+            if self._languages is not None and own is not None and self._languages != own:
+                raise ValueError(f"{folder}: --languages: expected none, or its own {own}, got {self._languages}")
+            return
+        if self._languages is None:
+            raise ValueError(f"{folder}: expected --languages SOURCE TARGET, for a tokenizer with tags of languages")
+        try:
+            tags = [self.encode_sources([""])[0][0], self.encode_targets([""])[0][0]]
+        except KeyError:  # M2M100's way of saying it
+            tags = [self._tokenizer.unk_token_id]
+        if self._tokenizer.unk_token_id in tags:
+            raise ValueError(f"{folder}: --languages: expected languages of its tokenizer, got {self._languages}")
 
     def _check_special_ids(self) -> None:
         if getattr(self._tokenizer, "legacy_behaviour", False):
@@ -154,6 +168,28 @@ class TransformersTokenizer(Tokenizer):
         for name, found in (("pad_id", self._tokenizer.pad_token_id), ("eos_id", self.encode_sources([""])[0][-1])):
             if found != getattr(self, name):
                 raise ValueError(f"expected a tokenizer with the model's {name}={getattr(self, name)}, got {found}")
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    """The tokenizer's files in a run's tokenizer file, without making a tokenizer of them; none of one of ours.
+
+    Raises ValueError that names the file if it is damaged.
+    """
+    text = path.read_text(encoding="utf-8")
+    if not is_transformers(text):
+        return {}
+    try:
+        return _files(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: expected the files of a tokenizer, got {error!r}") from error
+
+
+def _files(values: Any) -> dict[str, bytes]:
+    files = {name: base64.b64decode(data, validate=True) for name, data in values["files"].items()}
+    for name in files:
+        if Path(name).name != name:
+            raise ValueError(f"expected names of files, got {name!r}")
+    return files
 
 
 def is_transformers(text: str) -> bool:
@@ -202,7 +238,5 @@ def _target_vocabulary(tokenizer: Any) -> dict[str, int]:
 def _unpacked(files: dict[str, bytes]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         for name, data in files.items():
-            if Path(name).name != name:
-                raise ValueError(f"expected names of files, got {name!r}")
             (Path(folder) / name).write_bytes(data)
         yield Path(folder)

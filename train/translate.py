@@ -55,6 +55,7 @@ def load_run(
     """
     run_dir = RunDir(path)
     config, tokenizer = run_dir.read_config(), run_dir.tokenizer()
+    tokenizer.expect_model(config.model)
     config = config.with_vocabulary(tokenizer.size)
     if not run_dir.checkpoints.is_dir():
         raise FileNotFoundError(f"{run_dir.checkpoints}: expected the checkpoints of a run, found no such folder")

@@ -54,7 +54,8 @@ class Translations:
 
 def greedy_search(config: TrainConfig) -> LengthConfig:
     """What a run evaluates itself with."""
-    return LengthConfig(max_len=config.evaluation.max_decode_len, max_len_growth=2.0, **config.search.forced)
+    growth, of_vocabulary = config.search.max_len_growth, config.search.of_vocabulary
+    return LengthConfig(max_len=config.evaluation.max_decode_len, max_len_growth=growth, **of_vocabulary)
 
 
 ROWS_AT_ONCE = 2_048

@@ -18,7 +18,7 @@ from parity.weights.formats import FORMATS, FieldError, Fields, StateDict
 from parity.weights.formats.ctranslate2 import CTranslate2
 from parity.weights.formats.express import Expressed, Sinusoids, express
 from parity.weights.formats.format import Format
-from parity.weights.formats.generation import write_generation
+from parity.weights.formats.generation import otherwise_in_generation, write_generation
 from parity.weights.lazy import Converted, Overlay
 from parity.weights.piece_names import piece_names
 from parity.weights.problems import MappingError, TensorSpec, spec_of
@@ -99,7 +99,7 @@ def _read_state_dict(path: Path, format_: StateDict, settings: Mapping[str, Any]
     # What the mapping and the file both say to be one tensor need not be read twice and compared.
     known = [alias for alias, name in checkpoint.aliases.items() if mapping.source_aliases.get(alias) == name]
     stored = checkpoint.with_aliases()
-    search = _search_of_run(read_json(path / "config.json")) if of_run else None
+    search = _search_of_run(path / "config.json") if of_run else None
     try:
         weights = Converted(mapping, Overlay(stored, without=known, more={}))
     except MappingError as error:
@@ -107,18 +107,21 @@ def _read_state_dict(path: Path, format_: StateDict, settings: Mapping[str, Any]
     return Model(format_=format_, config=config, weights=weights, stored=stored, search=search)
 
 
-def _search_of_run(values: Mapping[str, Any]) -> LengthConfig | None:
+def _search_of_run(file: Path) -> LengthConfig | None:
     """How a run decodes, where its config says it. Runs of older versions do not."""
+    values = read_json(file)
     if "search" not in values:
         return None
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in values["search"].items()
-    }
-    fields["max_len"] = values["evaluation"]["max_decode_len"]
-    if fields["beam_size"] > 1:
-        return BeamConfig(**fields)
-    known = {field.name for field in dataclasses.fields(LengthConfig)}
-    return LengthConfig(**{name: value for name, value in fields.items() if name in known})
+    try:
+        search: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values["search"].items()
+        }
+        search["max_len"] = values["evaluation"]["max_decode_len"]
+        kind = BeamConfig if search["beam_size"] > 1 else LengthConfig
+        known = {field.name for field in dataclasses.fields(kind)}
+        return kind(**{name: value for name, value in search.items() if name in known})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FieldError(f"{file}: search: expected how translations are looked for, got {error!r}") from error
 
 
 def _fields_of_a_state_dict(path: Path, format_: StateDict, checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -260,6 +263,8 @@ def write_model(
     aliases = format_.mapping(expressed.config).source_aliases
     named = {alias: name for alias, name in aliases.items() if name in tensors}
     notes: tuple[str, ...] = ()
+    if max_shard_bytes is not None and format_.name in ("ctranslate2", "fairseq"):
+        raise StoreError(f"{path}: expected no shards (--max-shard-bytes) of {format_.name}, which has one file")
     if isinstance(format_, CTranslate2):
         notes = _write_translator(path, expressed, tensors, source=source, sinusoids=sinusoids)
     elif format_.name == "fairseq":
@@ -277,6 +282,7 @@ def write_model(
         shards(max_bytes=MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes)
         _write_json(path / "config.json", expressed.values)
         _write_json(path / "generation_config.json", write_generation(model.search, expressed.config))
+        notes = otherwise_in_generation(model.search)
     facts = {"tensors": len(tensors), "nbytes": sum(sizes.values())}
     return Written(format_=format_, config=expressed.config, changed=expressed.changed, notes=notes, **facts)
 

@@ -13,8 +13,8 @@ from rich.console import Console
 
 import torch_reference
 from parity.__main__ import main
-from parity.run_state import run_to_torch, torch_to_run
 from parity.twins_reference import training_options
+from parity.twins_state import run_to_torch, torch_to_run
 from parity.weights.checkpoint import StoreError
 from parity.weights.formats import FORMATS
 from parity.weights.models import detect, read_model

@@ -130,7 +130,7 @@ def test_perfect_translations(folder: Path, corpus: Path, monkeypatch) -> None:
             "max_len_ratio=2.0.",
         ),
         (
-            {"beam": 1, "max_len": 7, "max_len_ratio": None, "min_len": 2},
+            {"beam": 1, "max_len": 7, "max_len_ratio": 9.0, "min_len": 2},
             LengthConfig(max_len=7, min_len=2),
             "greedy, min_len=2, max_len=7.",
         ),

@@ -72,7 +72,7 @@ class Fields:
         """Raises FieldError if the field is there and has none of these values."""
         if name in self.values or name in self.defaults:
             value = self.get(name)
-            if not any(type(value) is type(one) and value == one for one in expected):
+            if not any(value == one and _kind(value) is _kind(one) for one in expected):
                 raise self.error(name, " or ".join(repr(one) for one in expected) + (f": {why}" if why else ""))
 
     def ignore(self, names: Iterable[str], reason: str) -> None:
@@ -96,3 +96,8 @@ class Fields:
         if name in self.defaults:
             return self.defaults[name]
         raise FieldError(f"{self.file}: expected a field {name}, found none")
+
+
+def _kind(value: Any) -> type:
+    """JSON has one kind of number, and true is none."""
+    return float if type(value) is int else type(value)

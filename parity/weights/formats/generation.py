@@ -146,6 +146,19 @@ def _lengths(fields: Fields, config: TransformerConfig) -> dict[str, Any]:
     }
 
 
+def otherwise_in_generation(search: LengthConfig | None) -> tuple[str, ...]:
+    """What `write_generation` cannot say of a search, in words."""
+    notes = []
+    if isinstance(search, BeamConfig):
+        if search.length_penalty == "gnmt":
+            notes.append("generate divides by length^alpha, not by gnmt's penalty")
+        if search.stopping not in _STOPPING.values():
+            notes.append(f"generate has no stopping={search.stopping!r}: early_stopping is false")
+    if search is not None and (search.max_len_growth or search.max_len_ratio is not None):
+        notes.append("generate has one limit on length for every sentence, max_length")
+    return tuple(notes)
+
+
 def write_generation(search: LengthConfig | None, config: TransformerConfig) -> dict[str, Any]:
     """The inverse of `read_generation`; without a search only what the model itself says."""
     values: dict[str, Any] = {

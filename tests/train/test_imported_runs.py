@@ -6,16 +6,15 @@ import re
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoTokenizer
 
 from parity import __main__ as cli
+from parity.twins import checkpoint_pair
 from tests import foreign_tokenizers
 from tests.foreign_tokenizers import ENGLISH, GERMAN
 from tests.parity.formats.foreign import CLASSES, random_model
-from tests.train.conftest import metrics
+from tests.train.conftest import metrics, train
 from train.config import BatchConfig, CorpusConfig, EvaluationConfig, OptimizerConfig, ReportConfig, TrainConfig
-from train.loop import run
 from train.run_dir import RunDir
 from train.search import SearchOptions
 from train.translate import load_run
@@ -41,7 +40,7 @@ def folder_of(name, path, *, seed=1, separate=False, **generation):
         src, tgt = foreign_tokenizers.fsmt(path)
         sizes = {"src_vocab_size": src, "tgt_vocab_size": tgt, "tie_word_embeddings": False}
     else:
-        sizes = {"vocab_size": getattr(foreign_tokenizers, name)(path)}
+        sizes = {"vocab_size": getattr(foreign_tokenizers, name)(path), "max_position_embeddings": 80}
     # Layers are what compiling takes time for, and their number is tested elsewhere.
     wide = {"d_model": 24, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     wide |= {"encoder_layers": 1, "decoder_layers": 1}
@@ -75,7 +74,7 @@ def their_translations(folder, model, *, languages=None):
 
 def our_translations(run_dir):
     trained = load_run(run_dir)
-    search = SearchOptions(max_len=19, max_len_ratio=None).search(max_len=19, run=trained.config.search)
+    search = SearchOptions().search(max_len=trained.config.evaluation.max_decode_len, run=trained.config.search)
     translator = Translator(trained.config, trained.tokenizer, trained.devices, search=search)
     return list(translator.translate(trained.params, LINES).lines)
 
@@ -132,7 +131,7 @@ def fine_tuned(tmp_path, run_dir, **changes):
         report=ReportConfig(log_every_steps=1),
         **{"epochs": 12, "label_smoothing": 0.0, **changes},
     )
-    run(config, console=Console(quiet=True))
+    train(config)
     return config
 
 
@@ -159,7 +158,8 @@ def test_a_tuned_model_goes_back_with_its_tokenizer(tmp_path):
     config = fine_tuned(tmp_path, run_dir)
     assert cli.main(["convert", str(config.run_dir), str(tmp_path / "back"), "--to", "marian"]) == 0
     model = CLASSES["marian"][1].from_pretrained(tmp_path / "back").eval()
-    model.generation_config.update(num_beams=3, max_length=20, length_penalty=0.8)
+    assert model.generation_config.num_beams == 3
+    model.generation_config.max_length = config.evaluation.max_decode_len + 1
     assert our_translations(config.run_dir) == their_translations(tmp_path / "back", model)
 
 
@@ -167,7 +167,7 @@ def test_a_tuned_run_is_continued_where_the_imported_one_has_gone(tmp_path):
     run_dir, _ = imported(tmp_path, "marian")
     config = fine_tuned(tmp_path, run_dir, epochs=2)
     run_dir.rename(tmp_path / "elsewhere")
-    run(dataclasses.replace(config, epochs=3), console=Console(quiet=True))
+    train(dataclasses.replace(config, epochs=3))
     assert RunDir(config.run_dir).read_config().epochs == 3
 
 
@@ -175,7 +175,7 @@ def test_an_imported_run_is_not_trained_itself(tmp_path):
     run_dir, _ = imported(tmp_path, "marian")
     config = RunDir(run_dir).read_config().replace(run_dir=run_dir, corpus=corpus_in(tmp_path / "corpus"))
     with pytest.raises(ValueError, match=r"inference only: imported from theirs \(marian\).* --init-from"):
-        run(config, console=Console(quiet=True))
+        train(config)
 
 
 FAULTS = {
@@ -206,7 +206,37 @@ def test_what_does_not_fit_is_named(tmp_path, name, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
 
 
-def test_many_languages_need_two(tmp_path, capsys):
-    folder_of("m2m_100", tmp_path / "theirs")
-    assert cli.main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "run"]) == 1
-    assert "expected --languages SOURCE TARGET" in capsys.readouterr().err
+WRONG_LANGUAGES = {
+    "none of many": ("m2m_100", (), "expected --languages SOURCE TARGET"),
+    "an unknown source": ("m2m_100", ("xx", "en"), "--languages: expected languages of its tokenizer, got 'xx'"),
+    "an unknown target": (
+        "m2m_100",
+        ("de", "xx"),
+        r"--languages: expected languages of its tokenizer, got \('de', 'xx'\)",
+    ),
+    "short for long": ("nllb", ("de", "en"), r"--languages: expected languages of its tokenizer, got \('de', 'en'\)"),
+    "the other way about": ("fsmt", ("en", "de"), r"--languages: expected none, or its own \('de', 'en'\), got"),
+}
+
+
+@pytest.mark.parametrize("case", list(WRONG_LANGUAGES))
+def test_languages_are_those_of_the_tokenizer(tmp_path, case, capsys):
+    name, languages, message = WRONG_LANGUAGES[case]
+    folder_of(name, tmp_path / "theirs")
+    options = ("--languages", *languages) if languages else ()
+    assert cli.main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "run", *options]) == 1
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+
+
+def test_languages_count_more_than_what_the_folder_forces(tmp_path):
+    run_dir, model = imported(tmp_path, "m2m_100", forced_bos_token_id=100)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    assert RunDir(run_dir).read_config().search.first_id == tokenizer.get_lang_id("en") != 100
+    assert model.generation_config.forced_bos_token_id == 100
+
+
+def test_parity_of_an_imported_run_is_checked_on_random_ids(tmp_path):
+    run_dir, _ = imported(tmp_path, "marian")
+    pair = checkpoint_pair(run_dir, pairs=4)
+    assert "on random ids" in pair.name
