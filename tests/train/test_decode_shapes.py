@@ -21,6 +21,6 @@ def test_every_source_and_every_target_fits_the_last_shape(source, target, expec
 
 
 def test_rows_are_filled_up_with_padding():
-    rows = source_rows([[5, 2], [6, 7, 2]], rows=4, src_len=3)
+    rows = source_rows([[5, 2], [6, 7, 2]], rows=4, src_len=3, pad_id=9)
     assert rows.dtype == np.int32
-    assert rows.tolist() == [[5, 2, 0], [6, 7, 2], [0, 0, 0], [0, 0, 0]]
+    assert rows.tolist() == [[5, 2, 9], [6, 7, 2], [9, 9, 9], [9, 9, 9]]

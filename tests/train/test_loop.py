@@ -369,13 +369,13 @@ def test_a_float16_gradient_that_overflows_is_no_divergence(
     tiny_run, tmp_path: Path, whole: Ended, monkeypatch
 ) -> None:
     model = whole.config.model.replace(dtype="float16")
-    initial_state = loop.initial_state
+    first_state = loop.first_state
 
     def enormous(config):
-        state = initial_state(config)
+        state = first_state(config)
         return state._replace(loss_scale=state.loss_scale._replace(scale=np.float32(2.0**40)))
 
-    monkeypatch.setattr(loop, "initial_state", enormous)
+    monkeypatch.setattr(loop, "first_state", enormous)
     train(tiny_run(tmp_path, model=model, max_steps=3))
     scales = [record["loss_scale"] for record in metrics(tmp_path) if record["kind"] == "train"]
     assert scales == [2.0**40, 2.0**39, 2.0**38]
