@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from train.config import CorpusConfig, OptimizerConfig
 from train.corpus import load_split, split_name
 from train.evaluate_run import evaluate_run
 from train.run_dir import RunDir
-from train.search import SearchOptions
+from train.search import SearchConfig, SearchOptions
 from train.translate import load_run
 from train.translator import Translation, Translations, Translator
 from transformer_config import BeamConfig, LengthConfig, SamplingConfig
@@ -131,8 +132,8 @@ def test_perfect_translations(folder: Path, corpus: Path, monkeypatch) -> None:
         ),
         (
             {"beam": 1, "max_len": 7, "max_len_ratio": 9.0, "min_len": 2},
-            LengthConfig(max_len=7, min_len=2),
-            "greedy, min_len=2, max_len=7.",
+            LengthConfig(max_len=7, min_len=2, max_len_ratio=9.0),
+            "greedy, min_len=2, max_len=7, max_len_ratio=9.0.",
         ),
         (
             {"sample": True, "seed": 5, "top_k": 3},
@@ -323,3 +324,22 @@ def test_writing_to_the_run_leaves_it_as_it_was(folder: Path) -> None:
     assert after.keys() - before.keys() == new
     assert {name: after[name] for name in before} == before
     assert RunDir(folder).read_config().run_dir == folder
+
+
+def test_each_run_keeps_the_ids_of_its_own_vocabulary(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """What one model's translations begin with is another word, or none, to another."""
+    asked = []
+
+    class Spy(Translator):
+        def __init__(self, config, *others, search, **more):
+            asked.append((search.first_id, search.never, search.beam_size))
+            super().__init__(config, *others, search=search, **more)
+
+    shutil.copytree(folder, tmp_path / "other")
+    other = RunDir(tmp_path / "other")
+    theirs = SearchConfig(first_id=7, never=(0, 1, 5), beam_size=2)
+    other.write_config(other.read_config().replace(search=theirs))
+    monkeypatch.setattr(module, "Translator", Spy)
+    faked(monkeypatch, lambda line: line)
+    evaluated(folder, against=tmp_path / "other")
+    assert asked == [(None, None, 4), (7, (0, 1, 5), 4)]
