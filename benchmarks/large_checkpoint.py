@@ -34,9 +34,9 @@ from safetensors import safe_open
 
 from parity.weights.foreign import Model
 from parity.weights.formats import FORMATS, Fields, marian
+from parity.weights.hashes import BESIDE, HASHES
 from parity.weights.models import write_model
 from parity.weights.problems import TensorSpec
-from parity.weights.safetensors_stream import HASHES
 from parity.weights.twins import reference_shapes
 from transformer_config import TransformerConfig
 
@@ -130,6 +130,7 @@ def hashes(folder: Path) -> dict[str, str]:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "np") as opened:
             every |= json.loads(opened.metadata()[HASHES])
+    every.pop(BESIDE, None)  # of each file's header, and shards are cut elsewhere on the way back
     return every
 
 
