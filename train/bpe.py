@@ -9,12 +9,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from train.config import TokenizerConfig
-from train.tokenizer import Side, Tokenizer
+from train.tokenizer import SPACE, Side, Tokenizer
 from transformer_config.config import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
 SPECIAL_PIECES = {"<pad>": PAD_ID, "<bos>": BOS_ID, "<eos>": EOS_ID, "<unk>": UNK_ID}
-SPACE = "␣"
-"""How a space in a piece is shown."""
 
 
 class BPETokenizer(Tokenizer):

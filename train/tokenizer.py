@@ -10,6 +10,8 @@ from typing import Literal
 from transformer_config import TransformerConfig
 
 Side = Literal["source", "target"]
+SPACE = "␣"
+"""How a space in a piece is shown."""
 
 
 class Tokenizer(abc.ABC):

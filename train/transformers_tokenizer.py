@@ -12,13 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.tokenizer import Side, Tokenizer
+from train.tokenizer import SPACE, Side, Tokenizer
 
 KIND = "transformers"
 """What the file says of itself."""
 WORD_START = "▁"
 """SentencePiece's space."""
-SPACE = "␣"
 
 
 class TransformersTokenizer(Tokenizer):
